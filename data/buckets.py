@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from PIL import Image
 
 from data.batch import PADDING, SampleIndex
 from data.files import DataFolderError
@@ -58,6 +59,12 @@ class BucketSplit(Split):
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config, view=View())
             self.resized.append(split.with_request(of_bucket))
+
+    def name_of(self, number: int) -> str:
+        return self._split.name_of(number)
+
+    def thumbnail(self, number: int, side: int) -> Image.Image:
+        return self._split.thumbnail(number, side)
 
     def digest(self) -> str:
         return self._split.digest()

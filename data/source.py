@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 import xxhash
+from PIL import Image
 from torch.utils.data import Dataset
 
 from data import loader
@@ -345,6 +346,23 @@ class Split(Dataset):
         """Return a description of image ``number`` for users, usually its path."""
         return f"{self.name} image {number}"
 
+    def thumbnail(self, number: int, side: int) -> Image.Image:
+        """Return a small RGB picture of image ``number``, at most ``side`` x ``side`` pixels; of a
+        volume, its middle slice. Raises BrokenImageError, also for samples that are no images."""
+        image = self.load_sample(number, 0, number).get("image")
+        if image is None or image.dim() < 3:
+            raise BrokenImageError("the sample is not an image")
+        if image.is_floating_point():  # normalized on reading
+            values = self.request.config.preprocessing.of_channels(len(image))
+            mean, std = (torch.tensor(x).view(-1, *[1] * (image.dim() - 1)) for x in values)
+            image = ((image * std + mean).clamp(0, 1) * 255).round().byte()
+        while image.dim() > 3:
+            image = image[:, image.shape[1] // 2]
+        channels = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)
+        picture = Image.fromarray(channels.permute(1, 2, 0).numpy())
+        picture.thumbnail((side, side))
+        return picture
+
     def load_sample(self, number: int, epoch: int, index: int) -> Batch:
         """Return the fields of image ``number``, besides its label and number, as a replacement for
         image ``index``.
@@ -532,6 +550,14 @@ class ImageSplit(Split):
         """Return height and width of each image in pixels, (n, 2), int32, if known without reading
         images."""
         return None
+
+    def thumbnail(self, number: int, side: int) -> Image.Image:
+        """Return a small picture of the whole stored image; see ``Split.thumbnail``."""
+        image = self.open(number, lines=True)
+        shrink = next((n for n in image.shrinks if min(image.size) >= n * side), 1)
+        picture = Image.fromarray(image.pixels(shrink))
+        picture.thumbnail((side, side))
+        return picture
 
     def with_request(self, request: DatasetRequest) -> Self:
         part = copy.copy(self)

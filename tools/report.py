@@ -456,7 +456,7 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
         for name, title in _BEST.items():
             if curve := run.curves.get(name):
                 best = int(curve.values.argmax())
-                cells[title] = f"{curve.values[best]:.2f} % at step {curve.steps[best]:,.0f}"
+                cells[title] = f"{curve.values[best]:.2f}&nbsp;% at step {curve.steps[best]:,.0f}"
         rows.append(cells)
     columns = list(dict.fromkeys(name for cells in rows for name in cells))
     table = [
@@ -472,7 +472,7 @@ _BEST = {
     "val_knn_10": "best k-NN, k 10",
     "val_knn_20": "best k-NN, k 20",
     "val_probe": "best probe",
-    "val_segment_miou": "best segmentation, mIoU",
+    "val_segment_miou": "best mIoU",
 }
 
 

@@ -388,16 +388,18 @@ class UseConfig:
     )
     eval_report: str | None = flag(
         None,
-        "write a report of --eval_only to this folder: the accuracy of each class and the classes "
-        "it is mistaken for (per_class.csv, confusion.csv, confusion.png); with --segment_probe: "
-        "segment.csv and segment.png",
+        "write a report of --eval_only to this folder: a page with precision, recall, F1 and "
+        "calibration, and the worst mistakes (evaluation.html), the same as tables (per_class.csv, "
+        "confusion.csv, errors.csv) and as pictures (confusion.png, reliability.png); with "
+        "--segment_probe: segment.csv and segment.png",
         kind=path_or_url,
         metavar="FOLDER",
         requires=("eval_only", "segment_probe|objective=classify"),
     )
     json: bool = flag(
         False,
-        "print the result as JSON, with nothing else on stdout",
+        "print the result as JSON, with nothing else on stdout; of --eval_only: everything that "
+        "--eval_report writes",
         requires=("predict|eval_only|compile_only|plan",),
     )
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from data.batch import PADDING, Batch
 from training.backend import Backend
-from training.objectives.classify import Accuracy, Classification
+from training.objectives.classify import Classification
 
 if TYPE_CHECKING:
     from training.resolve import Run
@@ -24,8 +24,6 @@ class SequenceClassification(Classification):
     def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
         super().__init__(run, backend, say)
         self._sequences = run.config.data.batch_size
-        assert run.model.segments is not None
-        self._places = run.model.segments
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
@@ -49,6 +47,3 @@ class SequenceClassification(Classification):
         counts, self._counts = self._counts, []
         in_step, tokens = zip(*counts, strict=True)
         return {"images": in_step[0], "tokens": self._backend.sum(torch.stack(tokens).sum())}
-
-    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
-        return super().measure(images, report_of * self._places)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from PIL import Image
 from torchvision.transforms import v2
 
 from data.batch import PADDING, BadImage, Batch, BatchShard, Field, Fields, Sample
@@ -204,6 +205,9 @@ class PackedSplit(Split):
 
     def name_of(self, number: int) -> str:
         return self._split.name_of(number)
+
+    def thumbnail(self, number: int, side: int) -> Image.Image:
+        return self._split.thumbnail(number, side)
 
     def digest(self) -> str:
         return self._split.digest()

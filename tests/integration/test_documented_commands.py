@@ -135,10 +135,19 @@ RUN: dict[str, Run] = {
     ".venv/bin/python -m pytest": Run((r"^\d+ passed(, \d+ deselected)? in ",), long=True),
     "python3 run_vit_training.py --eval_only --eval_report": Run(
         (r"^report on 10 classes: report$",),
-        leaves=("report/per_class.csv", "report/confusion.csv", "report/confusion.png"),
+        leaves=tuple(
+            f"report/{name}"
+            for name in (
+                *("evaluation.html", "per_class.csv", "confusion.csv", "confusion.png"),
+                *("reliability.png", "errors.csv"),
+            )
+        ),
         trained=True,
         long=True,
         quoted=True,
+    ),
+    "python3 run_vit_training.py --eval_only --json": Run(
+        leaves=("evaluation.json",), trained=True, long=True
     ),
     "python3 run_vit_training.py --eval_only --knn": Run(
         (

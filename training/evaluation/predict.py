@@ -30,14 +30,14 @@ from training.data import (
     val_loader,
 )
 from training.errors import NOT_FINITE, RunFailed, UsageError
+from training.evaluation.class_report import gather_report, report_folder, write_report
 from training.evaluation.evaluate import evaluate
-from training.evaluation.report import report_folder, write_report
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
-from training.objectives.classify import TOP, Accuracy, Classification
+from training.objectives.classify import TOP, Accuracy
 from training.objectives.registry import open_objective
 from training.resolve import Run, resolve_model
 from training.weights.adapt import Adapter
@@ -175,16 +175,15 @@ def prepare_evaluation(source: Source, run: Run) -> tuple[Run, Callable[[Run, Ba
 def _evaluate_weights(
     adapter: Adapter, names: list[str] | None, data: DataSource, run: Run, backend: Backend
 ) -> None:
-    use, global_micro_batch_size = run.config.use, run.config.data.global_micro_batch_size
-    loader = val_loader(data, backend, global_micro_batch_size)
+    use = run.config.use
+    loader = val_loader(data, backend, run.config.data.global_micro_batch_size)
     model, bad_images, say = open_trained(adapter, data, run, backend)
 
     say("evaluating ...")
     objective = open_objective(run, backend)
     measure = objective.measure()
-    if use.eval_report:
-        assert isinstance(objective, Classification)
-        measure = objective.measure(report_of=global_micro_batch_size)
+    if isinstance(measure, Accuracy):
+        measure.keeps_predictions = bool(use.eval_report or use.json)
     result = evaluate(model, measure, loader, backend, run.config.log.eval_batches or 0)
     assert result is not None  # nothing stops it
     bad_images.collect(VAL, loader, say)
@@ -196,9 +195,13 @@ def _evaluate_weights(
     say(str(result))
     for line in result.by_class.lines() if result.by_class else ():
         say(line)
-    if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
+    report = None
+    if isinstance(measure, Accuracy) and measure.keeps_predictions:
+        report = gather_report(measure.predictions(), backend, data.splits[VAL], names)
+    if report and use.eval_report:
+        about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"
         try:
-            write_report(measure.predictions(), names, folder_at(use.eval_report), say)
+            write_report(report, result, about, folder_at(use.eval_report), say)
         except OSError as error:
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"
@@ -206,6 +209,6 @@ def _evaluate_weights(
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
-        print(as_json(result.values | left_out))
+        print(as_json(result.values | left_out | (report.values if report else {})))
     if not result.is_finite:
         raise RunFailed(f"the val loss of {adapter.path} is not finite", NOT_FINITE)

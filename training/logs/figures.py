@@ -95,9 +95,15 @@ _IF_MEASURED = ("Spread of features", "Effective rank of features")
 """The panels that are omitted if the run has no such metrics."""
 
 
-def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "classify") -> Path:
+def plot_curves(
+    records: list[dict[str, Any]],
+    path: Path,
+    objective: str = "classify",
+    classes: int | None = None,
+) -> Path:
     """Plot loss, learning rate, accuracy (or else gradient norm) and throughput of a run's records
-    over steps, and signs of a collapse, if measured."""
+    over steps, and signs of a collapse, if measured. ``classes``: how many the model has, if known;
+    of five or fewer, the top-5 accuracy is always 100 %, and not drawn."""
     measured = {name for record in records for name in record}
     of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
     feature = objective_feature(objective)
@@ -114,6 +120,8 @@ def plot_curves(records: list[dict[str, Any]], path: Path, objective: str = "cla
         axis.remove()
     for axis, title in zip(axes.flat, titles, strict=False):
         for name, label in _PANELS[title].items():
+            if name == "val_top5" and classes is not None and classes <= 5:
+                continue
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
                 is_rare = name.startswith(("val_", "ema_val_", "train_", "epoch_"))

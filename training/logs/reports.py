@@ -138,6 +138,7 @@ class Reports:
         """What is not finite in the latest step that was read, or in the last evaluation."""
         self.last_evaluation = last_evaluation
         self._objective = run.config.objective.objective
+        self._classes = run.model.sizes.num_classes
         self._collapse = CollapseWatch(run.model.sizes.embed_dim)
         self._description: dict[str, Any] = {}
         """The content of run.json."""
@@ -432,7 +433,8 @@ class Reports:
             sink.close()
         try:
             if metrics := read_metrics(self._dir):
-                self.plot = plot_curves(metrics, self._dir / CURVES_FILE, self._objective)
+                path = self._dir / CURVES_FILE
+                self.plot = plot_curves(metrics, path, self._objective, self._classes)
         except Exception as error:  # noqa: BLE001 - a plot must not end a run
             self.say(f"warning: {CURVES_FILE} cannot be written ({error})")
         self.events.close()

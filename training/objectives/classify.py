@@ -6,7 +6,9 @@ In each step, ``Classification`` normalizes images, mixes them (mixup, CutMix), 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -114,10 +116,9 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
-        """Return the measure of loss and accuracy. With ``report_of``, the number of images of a
-        global batch, it also collects the prediction for each image."""
-        return Accuracy(self._input, self._backend, report_of)
+    def measure(self, images: int = 0) -> Measure:
+        """Return the measure of loss and accuracy, an ``Accuracy``."""
+        return Accuracy(self._input, self._backend)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
@@ -240,30 +241,36 @@ def classes_before(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (~(logits <= label_logit) | first_of_equals).sum(dim=-1)
 
 
+PREDICTION = np.dtype(
+    [
+        ("index", np.int32),  # the image's number in its split
+        ("label", np.int32),
+        ("predicted", np.int32),
+        ("before", np.int32),  # ``classes_before``
+        ("probability", np.float32),  # of the predicted class
+        ("label_probability", np.float32),
+    ]
+)
+"""What one image was classified as. If a logit is not finite, the probabilities are NaN."""
+
+
 class Accuracy(Measure):
     """Sums the cross-entropy, the images with the label in the top 1 and the top 5, and, for each
     class, its images, those predicted as it, and all that are predicted as it.
 
-    For a report, it collects three numbers per image, read some batches later, whatever the number
-    of classes.
+    With ``keeps_predictions``, each process also collects what the images on its devices were
+    classified as: six numbers per image, whatever the number of classes.
     """
 
-    def __init__(
-        self,
-        model_input: Callable[[Batch], Any],
-        backend: Backend,
-        report_of: int,
-    ) -> None:
-        self._input, self._backend, self._report_of = model_input, backend, report_of
+    keeps_predictions = False
+
+    def __init__(self, model_input: Callable[[Batch], Any], backend: Backend) -> None:
+        self._input, self._backend = model_input, backend
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._by_class: np.ndarray | int = 0  # as in ByClass, (3, classes)
-        self._parts = 1
-        self._predictions: list[np.ndarray] = []
-        if report_of:
-            is_mine = F.one_hot(torch.tensor(backend.batch_shard), backend.batch_shards).float()
-            # On the device, so that all processes run the same program with different data.
-            self._is_mine = backend.constant(is_mine)
+        self._pending: deque[Future[dict[str, torch.Tensor]]] = deque()
+        self._predictions = [np.empty(0, PREDICTION)]
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         logits, labels = model(self._input(batch)).float(), batch["target"].flatten()
@@ -279,26 +286,30 @@ class Accuracy(Measure):
         )
         by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
         counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
-        values = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
-        if self._report_of:  # replicated on every device; fp32 is exact for class indices
-            rows = torch.stack([labels, predicted, before]).float()
-            self._parts = self._report_of // labels.shape[0]  # 1 where tensors are global
-            if self._parts > 1:
-                rows = self._is_mine[:, None, None] * rows
-            values["images"] = self._backend.sum(rows)
-        return values
+        if self.keeps_predictions:
+            probabilities = logits.softmax(dim=-1)
+            of_label = (probabilities * is_label).sum(dim=-1)
+            integers = (batch["index"].flatten(), labels, predicted, before)
+            values = {
+                "integers": torch.stack([each.int() for each in integers], dim=1),
+                "probabilities": torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
+            }
+            self._pending.append(self._backend.read_images(values))
+        return {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
         self._by_class += np.array(values["by_class"], dtype=np.int64).reshape(3, -1)
-        if self._report_of:
-            parts = np.array(values["images"], dtype=np.int64).reshape(self._parts, 3, -1)
-            columns = parts.transpose(1, 0, 2).reshape(3, -1)
-            self._predictions.append(columns[:, columns[0] != PADDING])
+        if self.keeps_predictions:
+            here = self._pending.popleft().result()
+            columns = [*here["integers"].numpy().T, *here["probabilities"].numpy().T]
+            rows = np.rec.fromarrays(columns, PREDICTION)
+            self._predictions.append(rows[rows["label"] != PADDING])
 
     def predictions(self) -> np.ndarray:
-        """Return labels, predicted classes and ``classes_before``: (3, images), int64."""
-        return np.concatenate(self._predictions, axis=1)
+        """Return what the images on this process's devices were classified as, (images,), of dtype
+        ``PREDICTION``. Processes with the same ``Backend.batch_shard`` have the same images."""
+        return np.concatenate(self._predictions)
 
     def result(self) -> Evaluation:
         loss_sum, in_top1, in_top5, images = self._totals.tolist()

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -70,6 +71,19 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
         json.loads(bytes(text[: int(size)].tolist()))
         for text, size in zip(texts, sizes, strict=True)
     ]
+
+
+def gather_bytes(content: bytes) -> list[bytes]:
+    """Return the bytes of all processes, by rank, in the first process, and [] in the others; all
+    must call it."""
+    if count() == 1:
+        return [content]
+    sizes = all_gather_object(len(content))
+    mine = np.zeros(max(1, *sizes), np.uint8)
+    mine[: len(content)] = np.frombuffer(content, np.uint8)
+    parts = [torch.zeros(len(mine), dtype=torch.uint8) for _ in sizes] if rank() == 0 else None
+    dist.gather(torch.from_numpy(mine), parts)
+    return [part[:size].numpy().tobytes() for part, size in zip(parts or (), sizes, strict=False)]
 
 
 def broadcast_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:

@@ -51,8 +51,10 @@ def test_tables_without_the_figure(trained, tmp_path):
     flags += ["--backend", "cuda", "--num_workers", "0", "--data_dir", str(DIGITS)]
     done = run_program("run_vit_training.py", *flags, warm=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(folder)) == ["confusion.csv", "per_class.csv"]
-    assert "confusion.png cannot be drawn (it is broken)" in done.stdout
+    tables = ["confusion.csv", "errors.csv", "evaluation.html", "per_class.csv"]
+    assert sorted(os.listdir(folder)) == tables
+    for name in ("confusion.png", "reliability.png"):
+        assert f"{name} cannot be drawn (it is broken)" in done.stdout
 
 
 @pytest.mark.long
