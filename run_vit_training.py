@@ -23,7 +23,7 @@ from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
 from training import errors, extensions
 from training.config import BackendChoice, RunConfig, UseConfig
-from training.flags import PROGRAM, check_foreign, check_rules, parse, tell
+from training.flags import PROGRAM, check_features, check_foreign, check_rules, parse, tell
 from training.processes.output import (
     drop_unread_output,
     exit_quietly_on_broken_pipe,
@@ -87,6 +87,8 @@ def _load_extensions(words: list[str]) -> None:
     if names:
         import_torch()  # most of them import it
     extensions.use_extensions(names)
+    if names:
+        check_features(CONFIGS.values())
 
 
 def check_mode_flags(flags: Flags) -> None:

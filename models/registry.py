@@ -32,6 +32,8 @@ FAMILIES = {
     "timm/": "models.timm_models",
 }
 """Module of each family, by the prefix of its model names; presets have names without prefix."""
+_added: dict[str, str] = {}
+"""The same of families from outside of this program."""
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
 """Settings that fine-tuning may change without changing the preprocessing of timm's weights."""
@@ -55,6 +57,12 @@ class ListedModel:
     opened."""
 
 
+def set_added_families(families: Mapping[str, str]) -> None:
+    """Add families, module by prefix, in place of those added before."""
+    _added.clear()
+    _added.update(families)
+
+
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, applied to its own settings.
     Raises ModelError for an unknown name, an unsupported model, and invalid arguments."""
@@ -74,7 +82,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
         kind = family.VisionTransformer
         preset: ModelSpec = family.TimmSpec(name, overrides, kind, asdict(config), trained)
         return preset
-    for prefix, module in FAMILIES.items():
+    for prefix, module in (FAMILIES | _added).items():
         if name.startswith(prefix):
             family = importlib.import_module(module)
             spec: ModelSpec | None = family.open_model(name.removeprefix(prefix), overrides)
@@ -115,6 +123,6 @@ def list_models(pattern: str | None = None) -> list[ListedModel]:
 
 def _names() -> list[str]:
     names = [*PRESETS]
-    for prefix, module in FAMILIES.items():
+    for prefix, module in (FAMILIES | _added).items():
         names += [prefix + name for name in importlib.import_module(module).names()]
     return names

@@ -38,7 +38,6 @@ def dataset_request(
     Without ``augment`` the images may have any number of classes: nothing is trained.
     """
     channels, *size = run.model.sizes.input_shape
-    kind = run.config.data.data_source
     return DatasetRequest(
         run.config.data,
         channels,
@@ -49,8 +48,13 @@ def dataset_request(
         labels=labels,
         augment=augment,
         view=view_of(run, augment=augment),
-        opened_by=next(filter(None, (each.sources.get(kind) for each in features())), None),
+        opened_by=opener_of(run.config.data.data_source),
     )
+
+
+def opener_of(data_source: str) -> Callable[[DatasetRequest], DataSource] | None:
+    """Return what opens a source that a feature adds; None for the program's own."""
+    return next(filter(None, (each.sources.get(data_source) for each in features())), None)
 
 
 def view_of(run: Run, *, augment: bool) -> View:

@@ -326,6 +326,48 @@ def _by_name(config: type, table: tuple[Any, ...]) -> dict[str, FlagField]:
     return {name: option for option in _flag_fields(config, table) for name in option.names}
 
 
+def check_features(configs: Iterable[type]) -> None:
+    """Raise UsageError if a feature declares a flag or a choice that exists already, or names one
+    that does not exist: nothing else would notice that a name is misspelled."""
+    names: dict[str, FlagField] = {}
+    known: dict[str, FlagField] = {}
+    for option in (option for config in configs for option in flag_fields(config)):
+        if taken := [name for name in option.names if name in names]:
+            raise UsageError(f"the flag {taken[0]} is declared twice: rename the extension's")
+        if twice := [word for word in option.choices if option.choices.count(word) > 1]:
+            raise UsageError(f"{option.names[0]} has two choices {twice[0]}: rename one")
+        names |= dict.fromkeys(option.names, option)
+        known[option.field.name] = option
+    for feature in features():
+        _check_declarations(feature, names, known)
+
+
+def _check_declarations(
+    feature: Any, names: Mapping[str, FlagField], known: Mapping[str, FlagField]
+) -> None:
+    """Raise UsageError if the feature names flags, fields or words that do not exist. ``names``:
+    flags by all their names; ``known``: by field."""
+    who = type(feature).__name__
+    for attribute in ("turned_on_by", "requires_it", "excludes", "ignores"):
+        for words in getattr(feature, attribute):
+            name, _, word = words.partition(" ")
+            if name not in names or (word and word not in names[name].choices):
+                raise UsageError(f"{who}.{attribute} has {words}, but there is no such flag")
+    for field in feature.choices:
+        if field not in known:
+            raise UsageError(f"{who}.choices has {field}, but no flag has this field")
+    for source in feature.sources:
+        if source not in known["data_source"].choices:
+            raise UsageError(
+                f"{who}.sources has {source}: add it to {who}.choices, with what it means"
+            )
+    for option in flag_fields(feature.flags) if feature.flags else ():
+        for condition in "|".join(option.flag.requires).split("|"):
+            field = condition.partition("=")[0]
+            if field and field not in known:
+                raise UsageError(f"{option.names[0]} requires {field}, but no flag has this field")
+
+
 def check_range(flag: str, low: float, high: float) -> None:
     """Raise UsageError if the two values of ``flag`` are not in order."""
     if low > high:
