@@ -95,7 +95,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     suggestions = [model for model in (plain, f"timm/{plain}") if model in known]
     suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
     hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
-    raise ModelError(f"unknown model {name}{hint} (--list_models lists all models)")
+    raise ModelError(f"unknown model {name}{hint} (--list_models lists all, also of --extension)")
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:

@@ -114,9 +114,9 @@ class _Training:
             self._stored[TEACHER] = {n: w.detach().clone() for n, w in self.weights.items()}
             teacher = build().to(computed).requires_grad_(False).eval()
             self._models[TEACHER] = teacher
-        # Labels are compared by PyTorch itself. Other objectives compute here as on one device.
+        # Classification is PyTorch's itself. Other objectives compute here as on one device.
         self._objective = None
-        if run.model.packing or not run.config.objective.uses_labels:
+        if run.model.packing or run.config.objective.objective != "classify":
             same = nn.Identity()
             alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
             self._objective = open_objective(run, cast(Backend, alone))
