@@ -30,7 +30,7 @@ from training.processes.output import (
     open_closed_streams,
 )
 from training.processes.parent import end_at_once, forward_torchrun_signals
-from training.rules import check_rules
+from training.rules import check_declarations, check_rules
 from xla_fsdp.config import XlaConfig
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -88,6 +88,8 @@ def _load_extensions(words: list[str]) -> None:
     if names:
         import_torch()  # most of them import it
     extensions.use_extensions(names)
+    if names:
+        check_declarations(CONFIGS.values())
 
 
 def check_mode_flags(flags: Flags) -> None:

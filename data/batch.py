@@ -61,6 +61,9 @@ class Field:
     that share an image have the whole tensor."""
     padding: int = 0
     """The value in samples that are padding."""
+    below: int = 1
+    """Values of an integer dtype are from 0 to ``below`` - 1 where no data is read, as in
+    ``--self_check``; those of images in uint8 are from 0 to 255."""
 
     def full(self) -> torch.Tensor:
         """Return the tensor of a sample that is padding."""

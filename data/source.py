@@ -221,7 +221,8 @@ class View:
             elif name in ("target", "index"):
                 continue
             else:
-                values = torch.zeros(each.shape, dtype=each.dtype)
+                below = 2 if each.dtype == torch.bool else each.below
+                values = torch.randint(below, each.shape, generator=generator).to(each.dtype)
             sample[name] = values
         return sample
 
@@ -373,7 +374,7 @@ class Split(Dataset):
 
     def digest(self) -> str:
         """Return a checksum that identifies the split's images and their order."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define digest()")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -393,7 +394,27 @@ class Split(Dataset):
         for name, known in (("target", self.labels[number]), ("index", number)):
             if name in self.fields:
                 values[name] = torch.tensor(int(known))
-        return Sample(values, bad)
+        return Sample(self._declared(values, number), bad)
+
+    def _declared(self, values: Batch, number: int) -> Batch:
+        """Return the declared fields of image ``number``. Raises DataFolderError if one is missing
+        or is not as declared: batches are allocated, sent and compiled as their fields are
+        declared."""
+        by = f"which {type(self.request.view).__name__}.fields declares"
+        for name, each in self.fields.items():
+            if name not in values:
+                raise DataFolderError(
+                    f"--data_source {self.request.config.data_source} does not read the field "
+                    f"{name}, {by}: use another --data_source or --objective"
+                )
+            value = values[name]
+            if value.shape != each.shape or value.dtype != each.dtype:
+                raise DataFolderError(
+                    f"{printable(self.name_of(number))}: its field {name} is "
+                    f"{_described(value.shape, value.dtype)} and not "
+                    f"{_described(each.shape, each.dtype)}, {by}"
+                )
+        return {name: values[name] for name in self.fields}
 
     def readable(
         self, epoch: int, index: int, load: Callable[[int], Result]
@@ -504,6 +525,10 @@ class Split(Dataset):
             FILES if is_train else "the names or order of the files in val/": self.digest(),
             f"the checksum of the {kind} images' labels": xxhash.xxh3_64_hexdigest(labels),
         }
+
+
+def _described(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 ATTEMPTS = 10

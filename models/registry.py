@@ -35,6 +35,8 @@ FAMILIES = {
 REBUILT_BY = {"native_resolution": FAMILIES[NAFLEX_FAMILY]}
 """Arguments with which a preset or a model of timm's is built as one of another family: the module,
 whose ``rebuild`` does it."""
+_added: dict[str, str] = {}
+"""The same of families from outside of this program."""
 
 _FINE_TUNED = ("img_size", "in_chans", "num_classes", "weight_init")
 """Settings that fine-tuning may change without changing the preprocessing of timm's weights."""
@@ -58,6 +60,12 @@ class ListedModel:
     opened."""
 
 
+def set_added_families(families: Mapping[str, str]) -> None:
+    """Add families, module by prefix, in place of those added before."""
+    _added.clear()
+    _added.update(families)
+
+
 def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     """Return the model ``name`` with ``overrides``, by timm's names, applied to its own settings.
     Raises ModelError for an unknown name, an unsupported model, and invalid arguments."""
@@ -77,7 +85,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
         kind = family.VisionTransformer
         preset: ModelSpec = family.TimmSpec(name, overrides, kind, asdict(config), trained)
         return preset
-    for prefix, module in FAMILIES.items():
+    for prefix, module in (FAMILIES | _added).items():
         if name.startswith(prefix):
             family = importlib.import_module(module)
             spec: ModelSpec | None = family.open_model(name.removeprefix(prefix), overrides)
@@ -90,7 +98,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     suggestions = [model for model in (plain, f"timm/{plain}") if model in known]
     suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
     hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
-    raise ModelError(f"unknown model {name}{hint} (--list_models lists all models)")
+    raise ModelError(f"unknown model {name}{hint} (--list_models lists all, also of --extension)")
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:
@@ -118,6 +126,6 @@ def list_models(pattern: str | None = None) -> list[ListedModel]:
 
 def _names() -> list[str]:
     names = [*PRESETS]
-    for prefix, module in FAMILIES.items():
+    for prefix, module in (FAMILIES | _added).items():
         names += [prefix + name for name in importlib.import_module(module).names()]
     return names

@@ -31,8 +31,8 @@ BUILT_WITH: dict[type[nn.Module], dict[str, Any]] = {
 
 
 class TimmSpec(ModelSpec):
-    """timm's class ``kind`` with ``arguments``; ``preprocessing`` is timm's for its trained
-    weights."""
+    """timm's class ``kind``, or a subclass of it, with ``arguments``; ``preprocessing`` is timm's
+    for its trained weights."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class TimmSpec(ModelSpec):
     ) -> None:
         """Raises ModelError if the arguments are incompatible, or not accepted by timm."""
         self.kind, self.arguments = kind, dict(arguments)
-        complete = timm_private.taken_arguments(kind) | self.arguments
+        self.base = next(known for known in BUILT_WITH if issubclass(kind, known))
+        """timm's class."""
+        complete = timm_private.taken_arguments(self.base) | self.arguments
         super().__init__(name, overrides, {key: as_json(v) for key, v in complete.items()})
         self.preprocessing = None if preprocessing is None else dict(preprocessing)
         self.rope_rescale = self.settings.get("rope_rescale_coords") or 1.0
@@ -53,7 +55,7 @@ class TimmSpec(ModelSpec):
 
     def build(self) -> nn.Module:
         try:
-            model = self.kind(**self.arguments | BUILT_WITH[self.kind])
+            model = self.kind(**self.arguments | BUILT_WITH[self.base])
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"timm cannot build {self.name}: {reason}") from None
@@ -68,7 +70,7 @@ class TimmSpec(ModelSpec):
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
         settings = self.settings
-        if self.kind is Eva:
+        if self.base is Eva:
             scheme = eva_scheme(head_init_scale=settings["head_init_scale"])
         else:
             scheme = vision_transformer_scheme(

@@ -527,8 +527,8 @@ class RunConfig:
     )
     extension: list[str] | None = flag(
         None,
-        "Python files or modules (package.module) with features of your own, such as objectives "
-        "and data sources; their flags are in --help; a name may end with @sha256: and a checksum "
+        "Python files or modules (package.module) with features of your own: objectives, data "
+        "sources, models; their flags are in --help; a name may end with @sha256: and a checksum "
         "(docs/extending.md) (default: none)",
         metavar="FILE.py",
     )

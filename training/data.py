@@ -39,7 +39,6 @@ def dataset_request(
     """
     channels, *size = run.model.sizes.input_shape
     active = run.config.active_features
-    kind = run.config.data.data_source
     return DatasetRequest(
         run.config.data,
         channels,
@@ -51,8 +50,13 @@ def dataset_request(
         augment=augment,
         view=view_of(run, augment=augment),
         sampler=next(filter(None, (each.sampler(run) for each in active)), None),
-        opened_by=next(filter(None, (each.sources.get(kind) for each in features())), None),
+        opened_by=opener_of(run.config.data.data_source),
     )
+
+
+def opener_of(data_source: str) -> Callable[[DatasetRequest], DataSource] | None:
+    """Return what opens a source that a feature adds; None for the program's own."""
+    return next(filter(None, (each.sources.get(data_source) for each in features())), None)
 
 
 def view_of(run: Run, *, augment: bool) -> View:

@@ -77,6 +77,8 @@ class Feature:
     """Flags of images that would have no effect with it, and are refused for that reason."""
     choices: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """What it adds to the choices of other flags: by field, each new word and what it means."""
+    uses_labels: ClassVar[bool] = False
+    """Whether the objective that it adds needs labels: the field ``target`` in training."""
     has_teacher: ClassVar[bool] = False
     """Whether the objective that it adds trains a second model, the moving average of the first."""
     objective: ClassVar[str] = ""
@@ -84,6 +86,9 @@ class Feature:
     "package.module:Class", imported on use; "": the same as without it."""
     sources: ClassVar[Mapping[str, Callable[[DatasetRequest], DataSource]]] = {}
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
+    families: ClassVar[Mapping[str, str]] = {}
+    """Model families that it adds to ``--model``: the module of each, with ``names`` and
+    ``open_model`` as ``models/hybrid_vit.py`` has them, by the prefix of its models' names."""
     loss_label: ClassVar[str] = "loss"
     """What the loss of the objective that it adds is called in plots."""
     metrics: ClassVar[Mapping[str, str]] = {}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
+from models.registry import set_added_families
+
 Flags = TypeVar("Flags")
 
 FEATURES = (
@@ -36,15 +38,18 @@ FEATURES = (
 """Module and class of each feature, in the order in which features are asked, and in which their
 flags follow each other in ``--help``."""
 
-_added: list[type] = []
+_added: list[Any] = []
 
 
-def set_added_features(added: Sequence[type]) -> None:
+def set_added_features(added: Sequence[Any]) -> None:
     """Add features, subclasses of ``Feature``, to the table, in place of those added before. Called
     in every process before flags are parsed."""
     if _added != added:
         _added[:] = added
         features.cache_clear()
+        set_added_families(
+            {prefix: module for each in added for prefix, module in each.families.items()}
+        )
 
 
 @functools.cache

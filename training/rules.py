@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature_table import features
-from training.flags import by_field, flat, typed_if_set
+from training.flags import FlagField, by_field, flag_fields, flat, typed_if_set
 
 
 def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = None) -> None:
@@ -64,3 +64,47 @@ def check_features(config: RunConfig, *others: Any, only: Collection[str] | None
                 continue
             if typed := typed_if_set(words, config, *others):
                 raise UsageError(feature.refusal(config, typed, why))
+
+
+def check_declarations(configs: Iterable[type]) -> None:
+    """Raise UsageError if a feature declares a flag or a choice that exists already, or names one
+    that does not exist: nothing else would notice that a name is misspelled."""
+    names: dict[str, FlagField] = {}
+    known: dict[str, FlagField] = {}
+    for option in (option for config in configs for option in flag_fields(config)):
+        if taken := [name for name in option.names if name in names]:
+            raise UsageError(f"the flag {taken[0]} is declared twice: rename the extension's")
+        if twice := [word for word in option.choices if option.choices.count(word) > 1]:
+            raise UsageError(f"{option.names[0]} has two choices {twice[0]}: rename one")
+        names |= dict.fromkeys(option.names, option)
+        known[option.field.name] = option
+    for feature in features():
+        _check_feature(feature, names, known)
+
+
+def _check_feature(
+    feature: Any, names: Mapping[str, FlagField], known: Mapping[str, FlagField]
+) -> None:
+    """Raise UsageError if the feature names flags, fields or words that do not exist. ``names``:
+    flags by all their names; ``known``: by field."""
+    who = type(feature).__name__
+    for attribute in ("turned_on_by", "requires_it", "excludes", "ignores"):
+        for words in getattr(feature, attribute):
+            name, _, word = words.partition(" ")
+            words_of = names[name].choices if name in names else ()
+            if name not in names or (word and words_of and word not in words_of):
+                raise UsageError(f"{who}.{attribute} has {words}, but there is no such flag")
+    for field in feature.choices:
+        if field not in known:
+            raise UsageError(f"{who}.choices has {field}, but no flag has this field")
+    for source in feature.sources:
+        if source not in known["data_source"].choices:
+            raise UsageError(
+                f"{who}.sources has {source}: add it to {who}.choices, with what it means"
+            )
+    own = [each for each in (feature.model_flags, feature.flags) if each]
+    for option in (option for flags in own for option in flag_fields(flags)):
+        for condition in "|".join(option.flag.requires).split("|"):
+            field = condition.partition("=")[0]
+            if field and field not in known:
+                raise UsageError(f"{option.names[0]} requires {field}, but no flag has this field")

@@ -36,7 +36,7 @@ _GLOBALS = 2
 def add_to(trunk: ModelSpec, config: DinoConfig) -> ModelSpec:
     """Return ``trunk`` with what DINO adds. Raises ModelError for a model or sizes that cannot be
     trained so."""
-    if not isinstance(trunk, TimmSpec):
+    if not isinstance(trunk, TimmSpec) or trunk.kind is not trunk.base:
         raise ModelError(
             "<objective> dino requires a VisionTransformer or Eva model of timm, and "
             f"{trunk.name} is neither"

@@ -1,16 +1,60 @@
-"""``--extension``: the example of docs/extending.md, typed, on both backends."""
+"""``--extension``: the examples of the docs, typed, on both backends."""
 
 import json
 import re
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.support.cli import HAS_XLA, ROOT, tiny, train_tiny, train_tiny_gpu
+from tests.support.cli import HAS_XLA, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+def examples(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+(EXAMPLE,) = examples("extending.md")
+PAIRS, NORMED = examples("extending_data_and_models.md")
+DEPTH = """
+import torch.nn.functional as F
+from models.with_head import with_head
+from training.data import input_of
+from training.objectives.base import MeanLoss, Objective
+
+
+class Depth(Feature):
+    turned_on_by = ("--objective depth",)
+    choices = {"objective": {"depth": "the mean depth of the rows of patches"}}
+    objective = f"{__name__}:DepthObjective"
+
+    def extend_model(self, spec, config):
+        return with_head(with_head(spec, "head_row", 4), "head_mean", 1)
+
+    def view(self, run, *, augment):
+        return PairView()
+
+
+class DepthObjective(Objective):
+    def __init__(self, run, backend, say):
+        self._input, self._backend = input_of(run, backend.constant), backend
+
+    def losses(self, model, batch):
+        _, rows, mean = model(self._input(batch))
+        depth = batch["depth"].mean(-1).unflatten(1, (4, 4)).mean(-1)
+        values = (rows.float() - depth).square().mean(1)
+        return values + (mean.float()[:, 0] - depth.mean(1)).square()
+
+    def loss(self, model, batch, micro_batch_index):
+        return self.losses(model, batch).mean()
+
+    def measure(self, images=0):
+        return MeanLoss(self.losses, self._backend)
+"""
+"""An objective with two heads on the documented source."""
 
 
 @pytest.fixture
@@ -19,6 +63,30 @@ def rotation(tmp_path):
     (tmp_path / "rotation.py").write_text(EXAMPLE)
     yield ["--extension", str(tmp_path / "rotation.py")]
     sys.modules.pop("rotation", None)
+
+
+def extension(folder, name, content):
+    """Write an extension; return the words that load it."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(content)
+    return ["--extension", str(folder / f"{name}.py")]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Images of noise with depth maps, and the words that train on them."""
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 32), ("val", 7)):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for number in range(count):
+            path = tmp_path / "data" / split / f"{number}"
+            pixels = noise.integers(256, size=(16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(f"{path}.png")
+            np.save(f"{path}.npy", pixels.mean(2, dtype=np.float32) / 255)
+    words = extension(tmp_path, "pairs_of_a_test", PAIRS + DEPTH)
+    source = ["--data_source", "pairs", "--data_dir", str(tmp_path / "data")]
+    yield [*words, *source, "--objective", "depth"]
+    sys.modules.pop("pairs_of_a_test", None)
 
 
 def objective(rotation):
@@ -87,4 +155,89 @@ def test_a_checkpoint_loads_no_extension(rotation, tmp_path, capsys):
     resumed = ["--resume", str(tmp_path / "run" / "step_2"), "--ckpt_dir", str(tmp_path / "new")]
     assert "pass the --extension that adds it" in told_in_one_line(
         capsys, "--backend", "cuda", *resumed, "--data_dir", str(tmp_path)
+    )
+
+
+def test_a_source_of_two_tensors_with_two_heads(pairs, tmp_path):
+    """Losses, also of the evaluation, whose last batch has padding, in one process and two."""
+    one = train_tiny_gpu(tmp_path / "one", *pairs)
+    two = train_tiny_gpu(tmp_path / "two", *pairs, "--num_workers", "1", processes=2)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    (ours, *_), (theirs, *_) = one.evaluations, two.evaluations
+    assert ours["val_images"] == theirs["val_images"] == 7
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+    if HAS_XLA:
+        on_xla = train_tiny(tmp_path / "xla", *pairs, devices=2)
+        assert on_xla.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+
+
+def test_the_plan_counts_images_of_an_added_source(pairs, tmp_path):
+    if not HAS_XLA:
+        pytest.skip("no libtpu")
+    words = [*tiny(tmp_path), *pairs, "--plan", "--batch_size", "33"]
+    done = run_program("run_vit_training.py", *words)
+    assert done.returncode == 2
+    assert "32 training images (--data_source pairs) are fewer than --batch_size" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "told"),
+    [
+        ('"depth": torch.from_numpy(depth)}', "}", "does not read the field depth, which PairView"),
+        (
+            "from_numpy(depth)}",
+            "from_numpy(depth)[None]}",
+            "is float32 (1, 16, 16) and not float32",
+        ),
+        (
+            "from_numpy(depth)}",
+            "from_numpy(depth).double()}",
+            "is float64 (16, 16) and not float32",
+        ),
+    ],
+)
+def test_samples_that_are_not_as_declared(given, instead, told, pairs, tmp_path, capsys):
+    assert given in PAIRS
+    (tmp_path / "pairs_of_a_test.py").write_text(PAIRS.replace(given, instead) + DEPTH)
+    assert told in told_in_one_line(capsys, "--backend", "cuda", *tiny(tmp_path / "run"), *pairs)
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "told"),
+    [
+        ('("--objective rotation",)', '("--objective rotatoin",)', "Rotation.turned_on_by has"),
+        ('{"--vflip"', '{"--vflop"', "Rotation.excludes has --vflop, but there is no such flag"),
+        ('{"objective"', '{"objectiv"', "Rotation.choices has objectiv, but no flag"),
+        ('("objective=', '("objectiv=', "--turns requires objectiv, but no flag"),
+        ("    turns: int = flag", "    lr: int = flag", "the flag --lr is declared twice"),
+        ('{"rotation": "pred', '{"mae": "pred', "--objective has two choices mae"),
+        (
+            "    objective = f",
+            "    sources = {'x': 1}\n    objective = f",
+            "add it to Rotation.choices",
+        ),
+    ],
+)
+def test_misspelled_names(given, instead, told, tmp_path, capsys):
+    assert given in EXAMPLE
+    words = extension(tmp_path, "misspelled", EXAMPLE.replace(given, instead))
+    assert told in told_in_one_line(capsys, "--fake_data", *words)
+    sys.modules.pop("misspelled", None)
+
+
+def test_a_model_family(tmp_path, capsys):
+    """Its losses are those of timm's model if the added norms change nothing."""
+    words = extension(tmp_path, "normed", NORMED)
+    model = [*words, "--model", "normed/tiny"]
+    one = train_tiny_gpu(tmp_path / "one", *model)
+    two = train_tiny_gpu(tmp_path / "two", *model, processes=2)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
+    timms = train_tiny_gpu(tmp_path / "timms", "--model", "timm/vit_tiny_patch16_224")
+    assert one.column("loss") != pytest.approx(timms.column("loss"), rel=1e-3)
+    identity = NORMED.replace('nn.LayerNorm(dim, device=named.get("device"))', "nn.Identity()")
+    words = extension(tmp_path, "normed", identity)
+    same = train_tiny_gpu(tmp_path / "same", *words, "--model", "normed/tiny")
+    assert same.column("loss") == pytest.approx(timms.column("loss"), rel=1e-5)
+    assert "unknown model normed/tiny" in told_in_one_line(
+        capsys, "--backend", "cuda", *tiny(tmp_path / "new"), "--model", "normed/tiny"
     )

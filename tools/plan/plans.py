@@ -20,7 +20,7 @@ from data.source import DatasetRequest, open_data
 from models.spec import ModelSpec
 from tools.plan.config import PlanConfig
 from training.config import RunConfig
-from training.data import view_of
+from training.data import opener_of, view_of
 from training.errors import UsageError
 from training.files import read_whole
 from training.flags import by_field, flat, values_without_secrets
@@ -105,7 +105,15 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
     else:
         channels, *size = model.sizes.input_shape
         classes, labels = model.sizes.num_classes, config.objective.uses_labels
-        wanted = DatasetRequest(data, channels, tuple(size), classes, config.seed, labels=labels)
+        wanted = DatasetRequest(
+            data,
+            channels,
+            tuple(size),
+            classes,
+            config.seed,
+            labels=labels,
+            opened_by=opener_of(data.data_source),
+        )
         try:
             images = open_data(wanted).train_length
         except DataFolderError as error:

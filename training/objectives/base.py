@@ -8,13 +8,14 @@ measures.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
-from data.batch import Batch
+from data.batch import PADDING, Batch
 from training.backend import Backend
 from training.logs.records import Evaluation
 from training.schedule import StepRates
@@ -76,3 +77,26 @@ class Measure(abc.ABC):
     @abc.abstractmethod
     def result(self) -> Evaluation:
         """Return what was measured over all batches."""
+
+
+class MeanLoss(Measure):
+    """The mean of a loss over the images of an evaluation."""
+
+    def __init__(
+        self, losses: Callable[[nn.Module, Batch], torch.Tensor], backend: Backend
+    ) -> None:
+        """``losses`` returns the loss of each sample of a batch, (samples,), in fp32."""
+        self._losses, self._backend = losses, backend
+        self._loss = self._images = 0.0
+
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        is_image = batch["index"] != PADDING
+        losses = torch.where(is_image, self._losses(model, batch), 0.0)  # padding's may be NaN
+        return {"sums": self._backend.sum(torch.stack([losses.sum(), is_image.sum().float()]))}
+
+    def add(self, values: Mapping[str, list[float]]) -> None:
+        loss, images = values["sums"]
+        self._loss, self._images = self._loss + loss, self._images + images
+
+    def result(self) -> Evaluation:
+        return Evaluation(self._loss / (self._images or math.nan), images=int(self._images))

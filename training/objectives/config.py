@@ -26,7 +26,8 @@ class ObjectiveConfig:
     @property
     def uses_labels(self) -> bool:
         """Whether images need labels."""
-        return self.objective == "classify"
+        feature = objective_feature(self.objective)
+        return feature is None or feature.uses_labels
 
     @property
     def has_teacher(self) -> bool:
