@@ -66,6 +66,8 @@ def open_digits(request: DatasetRequest) -> DataSource:
 class DigitsSplit(ImageSplit):
     """One split of grey images in memory."""
 
+    encoded = None
+
     def __init__(
         self,
         request: DatasetRequest,

@@ -25,6 +25,8 @@ FEATURES = (
     "features.feature_evaluation:SegmentProbe",
     "features.linear_probe:LinearProbe",
     "features.save_bad_step:SaveBadStep",
+    "features.intensity:IntensityWords",
+    "features.intensity:Bands",
 )
 """Module and class of each feature, in the order in which features are asked, and in which their
 flags follow each other in ``--help``."""
