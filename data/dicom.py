@@ -17,7 +17,7 @@ import numpy as np
 from data.files import BrokenImageError, DataFolderError, reason_of
 from data.intensity import Range, RawImage
 
-INSTALL = "python3 -m pip install -r requirements-dicom.txt"
+INSTALL = "python3 -m pip install -r requirements-imaging.txt"
 SUFFIXES = (".dcm", ".dicom")
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _MOST_BITS = 32

@@ -66,7 +66,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
 class DigitsSplit(ImageSplit):
     """One split of grey images in memory."""
 
-    encoded = None
+    encoded = None  # type: ignore[assignment]
 
     def __init__(
         self,

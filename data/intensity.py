@@ -162,7 +162,9 @@ def percentiles(values: np.ndarray, two: Sequence[float], *, joint: bool) -> lis
 def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """Return values from ``low`` to ``high`` as 0 to 255, rounded and clipped."""
     # 16 bits fit fp32 exactly; larger integers and floats may not.
-    kind: Any = np.float32 if values.dtype.kind in "bui" and values.dtype.itemsize <= 2 else np.float64
+    kind: Any = (
+        np.float32 if values.dtype.kind in "bui" and values.dtype.itemsize <= 2 else np.float64
+    )
     if not low < high:  # the window of a step
         return np.where(values > low, np.uint8(_WHITE), np.uint8(0))
     scaled = np.rint((values.astype(kind) - kind(low)) * kind(_WHITE / (high - low)))
@@ -250,9 +252,8 @@ def _chosen(values: np.ndarray) -> list[Range]:
     """Return the range of each band of (n, bands) values: ``AUTO_PERCENTILES``, rounded outwards
     for integers; if they are equal, as for rare spots, the smallest and largest value."""
     ranges = []
-    of_most, of_all = (
-        percentiles(values, two, joint=False) for two in (AUTO_PERCENTILES, (0, 100))
-    )
+    of_most = percentiles(values, AUTO_PERCENTILES, joint=False)
+    of_all = percentiles(values, (0, 100), joint=False)
     for (low, high), most in zip(of_most, of_all, strict=True):
         low, high = (low, high) if low < high else most
         if not low < high:

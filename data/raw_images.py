@@ -15,6 +15,7 @@ import torch
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from data.dicom import INSTALL
 from data.files import BrokenImageError, DataFolderError, reason_of
 from data.intensity import COLORS, Range, RawImage
 
@@ -166,7 +167,7 @@ def _read_pages(
             return None  # Pillow can
         raise DataFolderError(
             f"TIFF files with {page.compression.name} compression and these bands or bits require "
-            "the package imagecodecs: python3 -m pip install imagecodecs"
+            f"the package imagecodecs: {INSTALL}"
         ) from None
     values = np.concatenate([part[:, 0] for part in planes])  # (planes, height, width, samples)
     values = np.moveaxis(values, 0, 2).reshape(height, width, count)

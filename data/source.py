@@ -146,11 +146,15 @@ def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
     if split is None or not (is_undecided or split.is_train):
         return Measured()
 
+    reading = request.reading
+    if intensity.kind == "full":  # whose images Pillow converts to bytes
+        reading = replace(reading, intensity=Intensity("range", (0, 1)))
+
     def read_one(number: int) -> RawImage | None:
         try:
             if is_plain(split.read(number, HEAD)):
                 return None
-            raw = read_raw(split.read(number), request.reading)
+            raw = read_raw(split.read(number), reading)
         except BrokenImageError:  # training and evaluation report it when they read it
             return None
         is_bytes = raw is None or (raw.values.dtype == np.uint8 and not raw.window)

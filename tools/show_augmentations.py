@@ -1,8 +1,10 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-FLAGS are those of run_vit_training.py. Each row shows one image, first unchanged, then augmented
-several times; with mixup or CutMix, the images of a column are mixed with each other. For DINO, the
-columns are the crops of the image, with the masked patches of the first one.
+FLAGS are those of run_vit_training.py. There is one image of each class, of at most ten classes,
+chosen by --seed. Each row shows one image, first unchanged, then augmented several times; with
+mixup or CutMix, the images of a column are mixed with each other. For DINO, the columns are the
+crops of the image, with the masked patches of the first one. Of images of other than 1 or 3 bands,
+the first three are drawn as colors.
 """
 
 import argparse
@@ -18,12 +20,13 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 
     check_python.check("show_augmentations")
 
+import numpy as np
 import torch
 
 from config_fields import local_path
-from data.batch import Batch, BatchShard, micro_batches
+from data.batch import Batch, SampleIndex, collate
 from data.crops import CropView
-from data.source import DatasetRequest, View, open_data
+from data.source import DatasetRequest, DataSource, View, open_data
 from data.utf8 import use_utf8
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors, dataset_request
@@ -36,8 +39,8 @@ from training.objectives.mixup_config import MixupConfig
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 
-IMAGES, DRAWS = 4, 6
-"""Rows of the picture, and augmented columns."""
+IMAGES, MOST_IMAGES, DRAWS = 4, 10, 6
+"""The least and the largest number of rows of the picture, and the augmented columns."""
 _UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "aa": None}
 _UNCHANGED |= dict.fromkeys(("hflip", "vflip", "color_jitter", "reprob"), 0.0)
 """The flags of images that are only resized."""
@@ -53,13 +56,13 @@ class Column:
 
     title: str
     images: torch.Tensor
-    """(IMAGES, channels, height, width), from 0 to 1."""
+    """(images, channels, height, width), from 0 to 1."""
     labels: list[str]
     """What is written below each image."""
 
 
 def read_run(flags: Sequence[str]) -> Run:
-    """Return the run of these flags with the picture's images as its batch. Raises UsageError."""
+    """Return the run of these flags, with small batches. Raises UsageError."""
     config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
@@ -69,21 +72,25 @@ def read_run(flags: Sequence[str]) -> Run:
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
         raise UsageError(f"images are drawn in the model's own size: drop {given}")
+    if config.data.data_source == "fake":
+        raise UsageError("--data_source fake has no images to draw")
     run = Run(config, None, model, Mesh(), None).with_data(
-        batch_size=IMAGES, grad_accum_steps=1, num_workers=0
+        batch_size=IMAGES, grad_accum_steps=1, aug_repeats=1, num_workers=0
     )
     check_batch(run)
     return run
 
 
-def columns(run: Run) -> list[Column]:
-    """Return the columns for the first images of an epoch. Raises DataFolderError."""
+def columns(run: Run, data: DataSource) -> list[Column]:
+    """Return the columns for images of ``data``. Raises DataFolderError."""
+    numbers = images_of_classes(data, run.config.seed)
+    run = run.with_data(batch_size=len(numbers), intensity=data.intensity)
     request = dataset_request(run)
     if isinstance(request.view, CropView):
-        return crop_columns(request, request.view)
+        return crop_columns(request, request.view, numbers)
     smoothing, classes = run.config.loss.smoothing, run.model.sizes.num_classes
-    unchanged = _draws(run.with_data(**_UNCHANGED))[1][0]
-    names, draws = _draws(run)
+    (unchanged,) = _draws(dataset_request(run.with_data(**_UNCHANGED)), numbers)
+    names, draws = data.classes, _draws(request, numbers, DRAWS)
     images, labels = unchanged["image"], smoothed(unchanged["target"], classes, 0.0)
     drawn, rows = [_column("image", run, names, images, labels)], range(images.shape[2])
     mixes = run.config.of(MixupConfig).mixes
@@ -101,7 +108,18 @@ def columns(run: Run) -> list[Column]:
     return drawn
 
 
-def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
+def images_of_classes(data: DataSource, seed: int) -> list[int]:
+    """Return the numbers of the images to draw, by label: one of each of MOST_IMAGES classes, and
+    others if these are fewer than IMAGES. They depend only on the labels and the seed."""
+    labels = np.asarray(data.splits["train"].labels)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    firsts = np.sort(np.unique(labels[order], return_index=True)[1])[:MOST_IMAGES]
+    others = np.setdiff1d(np.arange(min(len(order), 2 * IMAGES)), firsts)
+    chosen = order[np.concatenate([firsts, others[: max(0, IMAGES - len(firsts))]])]
+    return sorted(chosen.tolist(), key=lambda number: (labels[number], number))
+
+
+def crop_columns(request: DatasetRequest, view: CropView, numbers: Sequence[int]) -> list[Column]:
     """Return the columns of a request of crops: the images, the global and the local crops.
 
     Masked patches of the first crop are gray. Of several pairs of sizes it is the model's own.
@@ -109,12 +127,9 @@ def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
     """
     crops = replace(request, view=replace(view, pairs=()))
     whole = replace(request, view=View(), config=replace(request.config, **_UNCHANGED))
-    unchanged, batch = (
-        next(iter(open_data(wanted).train_loader(IMAGES, BatchShard()).epoch(0)))
-        for wanted in (whole, crops)
-    )
+    unchanged, batch = (_draws(wanted, numbers)[0] for wanted in (whole, crops))
     first, second = (batch["global_crops"] / 255).unbind(1)
-    none, mask = [""] * IMAGES, batch["mask"].float()
+    none, mask = [""] * len(numbers), batch["mask"].float()
     shares = [f"{100 * share:.0f} % masked" for share in mask.mean(1).tolist()]
     rows, columns = view.grid
     patch = first.shape[2] // rows, first.shape[3] // columns
@@ -129,11 +144,13 @@ def crop_columns(request: DatasetRequest, view: CropView) -> list[Column]:
     ]
 
 
-def _draws(run: Run) -> tuple[Sequence[str] | None, list[Batch]]:
-    """Return the names of the classes, and the same images DRAWS times, each time augmented."""
-    data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
-    batch = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
-    return data.classes, micro_batches(batch, 1, DRAWS)
+def _draws(request: DatasetRequest, numbers: Sequence[int], count: int = 1) -> list[Batch]:
+    """Return the same images ``count`` times, augmented as in so many epochs."""
+    train = open_data(request).splits["train"]
+    return [
+        collate([train[SampleIndex(epoch, number)].fields for number in numbers])
+        for epoch in range(count)
+    ]
 
 
 def _column(
@@ -161,13 +178,15 @@ def _column(
 
 def draw(columns: Sequence[Column], path: Path) -> None:
     """Draw the columns side by side, each image with its label below it. Raises OSError."""
-    size = (1.6 * len(columns), 1.85 * IMAGES)
+    rows = len(columns[0].images)
+    size = (1.6 * len(columns), 1.85 * rows)
     plt = pyplot()
-    figure, axes = plt.subplots(IMAGES, len(columns), figsize=size, layout="constrained")
+    figure, axes = plt.subplots(rows, len(columns), figsize=size, layout="constrained")
     for across, column in zip(axes.T, columns, strict=True):
         across[0].set_title(column.title, fontsize=9)
         for axis, image, label in zip(across, column.images, column.labels, strict=True):
-            pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
+            shown = image[:3] if len(image) >= 3 else image[:1]
+            pixels = shown.permute(1, 2, 0).squeeze(-1).numpy()
             axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             axis.set_xlabel(as_label(label), fontsize=7)
             axis.set(xticks=[], yticks=[])
@@ -189,7 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except argparse.ArgumentTypeError as error:
             raise UsageError(str(error)) from None
         with data_errors_as_usage_errors():
-            drawn = columns(read_run(flags))
+            run = read_run(flags)
+            data = open_data(dataset_request(run))
+            drawn = columns(run, data)
         try:
             draw(drawn, path)
         except OSError as error:
@@ -197,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"show_augmentations: error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {IMAGES} images, augmented {len(drawn) - 1} times")
+    print(f"data: {data}")
+    print(f"{path}: {len(drawn[0].images)} images, augmented {len(drawn) - 1} times")
     return 0
 
 

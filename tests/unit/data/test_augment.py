@@ -16,6 +16,7 @@ from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler
+from data.source import open_data
 from data.transforms import TrainTransform, seeded
 from tests.support.cli import ROOT
 from tests.support.loading import (
@@ -28,6 +29,7 @@ from tests.support.loading import (
 from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, main, read_run
+from training.data import dataset_request
 
 pytestmark = pytest.mark.fast
 
@@ -228,7 +230,8 @@ def test_columns_show_what_is_trained_on(tmp_path):
     size = "--image_size 16 --patch_size 4 --num_classes 10".split()
     flags = ["--data_source", "digits", "--model", "vit_tiny_patch16_224", *size, *still]
     picture = tmp_path / "picture.png"
-    whole, *cut = columns(read_run(flags))
+    run = read_run(flags)
+    whole, *cut = columns(run, open_data(dataset_request(run)))
     assert len(cut) == DRAWS
     for column in cut:
         share = float(column.title.removeprefix("cutmix, "))
