@@ -445,7 +445,7 @@ class DataConfig:
         "smallest and largest value that the file could hold (16 bits: 0 and 65535); LOW HIGH: "
         "these values, in the file's unit (DICOM: after rescale, such as Hounsfield units); "
         "P% P%: these percentiles of each image, such as 0.5% 99.5%. Unless --in_chans is 1 or "
-        "3, of each band; LOW HIGH may be repeated for each (docs/data.md) (default: the "
+        "3, of each band; LOW HIGH may be repeated for each (docs/intensity.md) (default: the "
         "weights' own; new weights: auto)",
         kind=intensity_word,
         several=True,

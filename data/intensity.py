@@ -243,7 +243,7 @@ def measure(
         if (high - low) / _WHITE < _LEAST_USED:
             remark += (
                 f"; warning: in {count}, 99 % of the values become {low:.0f} to {high:.0f} of 255: "
-                "set --intensity auto or LOW HIGH (docs/data.md)"
+                "set --intensity auto or LOW HIGH (docs/intensity.md)"
             )
     return Measured(words, remark)
 
