@@ -449,7 +449,7 @@ class DataConfig:
         "weights' own; new weights: auto)",
         kind=intensity_word,
         several=True,
-        metavar="auto|full|LOW HIGH|P% P%",
+        metavar="LOW HIGH",
     )
     crop_pct: float | None = flag(
         None,

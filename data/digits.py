@@ -66,8 +66,6 @@ def open_digits(request: DatasetRequest) -> DataSource:
 class DigitsSplit(ImageSplit):
     """One split of grey images in memory."""
 
-    encoded = None  # type: ignore[assignment]
-
     def __init__(
         self,
         request: DatasetRequest,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,8 @@ Range = tuple[float, float]
 
 AUTO_PERCENTILES = (0.5, 99.5)
 """The percentiles of the sampled values that "auto" chooses as range."""
+SAMPLED_PIXELS = 2**16
+"""Of each image."""
 COLORS = (1, 3)
 """Numbers of bands of a gray or color image, which share one range."""
 _WHITE = 255
@@ -45,12 +47,16 @@ class RawImage:
         """Whether its bands are those of a gray or color image."""
         return self.values.shape[2] in COLORS
 
-    def sample(self, most: int) -> np.ndarray:
-        """Return about ``most`` values of each band, regularly spaced, (n, bands), without NaN and
-        infinity."""
+    @property
+    def finite(self) -> np.ndarray:
+        """Its pixels without NaN and infinity, (n, bands)."""
         pixels = self.values.reshape(-1, self.values.shape[2])
-        pixels = pixels[:: max(1, len(pixels) // most)]
         return pixels[np.isfinite(pixels).all(axis=1)]
+
+    def sample(self) -> RawImage:
+        """Return the same image with at most some SAMPLED_PIXELS, regularly spaced, in one row."""
+        pixels = self.finite
+        return replace(self, values=pixels[:: max(1, len(pixels) // SAMPLED_PIXELS)][None].copy())
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class Intensity:
                 )
             return [raw.full]
         if self.kind == "percentiles":
-            ranges = percentiles(raw.sample(raw.values.size), self.numbers, joint=raw.is_color)
+            ranges = percentiles(raw.finite, self.numbers, joint=raw.is_color)
             for low, high in ranges:
                 if not low < high:
                     raise BrokenImageError(
@@ -165,6 +171,11 @@ def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
     kind: Any = (
         np.float32 if values.dtype.kind in "bui" and values.dtype.itemsize <= 2 else np.float64
     )
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 2 and values.size > 2**16:
+        # Several times as fast as arithmetic.
+        native = values.astype(values.dtype.newbyteorder("="), copy=False)
+        table = _scaled(np.arange(2**16, dtype=np.uint16).view(native.dtype), low, high)
+        return table[native.view(np.uint16)]
     if not low < high:  # the window of a step
         return np.where(values > low, np.uint8(_WHITE), np.uint8(0))
     scaled = np.rint((values.astype(kind) - kind(low)) * kind(_WHITE / (high - low)))
@@ -175,8 +186,6 @@ def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
 
 _LOOKED_AT, _MEASURED = 32, 256
 """How many images are read to see whether there are more than 8 bits, and then for their values."""
-_VALUES = 2**16
-"""Values of each band and image that are sampled."""
 _LEAST_USED = 1 / 8
 """The least share of 0 to 255 that is used without a warning."""
 
@@ -196,9 +205,9 @@ def measure(
 ) -> Measured:
     """Choose the range for "auto", and check how much of 0 to 255 is used.
 
-    ``numbers``: how many images there are. ``read`` returns those of the given ones that are
-    readable and have more than 8 bits. The sample depends only on the number of images and the
-    seed. Raises ValueError if all values are the same.
+    ``numbers``: how many images there are. ``read`` returns ``RawImage.sample`` of those of the
+    given ones that are readable and have more than 8 bits. The sample depends only on the number of
+    images and the seed. Raises ValueError if all values are the same.
     """
     order = np.arange(numbers)
     if numbers > _MEASURED:
@@ -209,7 +218,7 @@ def measure(
         return Measured()
     raws += read(sorted(order[_LOOKED_AT:].tolist()))
     count = f"{len(raws):,} sampled images of more than 8 bits"
-    samples = [raw.sample(_VALUES) for raw in raws]
+    samples = [raw.finite for raw in raws]
     extremes = [(each.min(), each.max()) for each in samples if len(each)]
     if not extremes or min(low for low, _ in extremes) == max(high for _, high in extremes):
         value = f"the single value {extremes[0][0]:g}" if extremes else "no finite value"
@@ -234,8 +243,7 @@ def measure(
     used = []
     for raw in raws:
         try:
-            smaller = RawImage(raw.sample(_VALUES)[None], raw.full, raw.window, raw.is_inverted)
-            used.append(intensity.to_bytes(smaller).reshape(-1))
+            used.append(intensity.to_bytes(raw).reshape(-1))
         except BrokenImageError:  # training says so when it reads it
             continue
     if used:

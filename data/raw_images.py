@@ -110,6 +110,8 @@ def read_tiff(encoded: bytes, channels: int, max_pixels: int, too_large: str) ->
     """
     from tifffile import TiffFile
 
+    if tiff_size(encoded) is None:
+        return None
     try:
         with TiffFile(io.BytesIO(encoded)) as tiff:
             page: Any = tiff.pages.first

@@ -137,6 +137,10 @@ def open_data(request: DatasetRequest) -> DataSource:
     return source
 
 
+_DECODING_THREADS = 4
+"""How many large images may be in memory at once."""
+
+
 def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
     """Look at a sample of the images: what ``--intensity`` auto is, and how much is left of them.
     Raises DataFolderError if nothing is."""
@@ -157,11 +161,11 @@ def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
             raw = read_raw(split.read(number), reading)
         except BrokenImageError:  # training and evaluation report it when they read it
             return None
-        is_bytes = raw is None or (raw.values.dtype == np.uint8 and not raw.window)
-        return None if is_bytes else raw
+        is_bytes = raw and raw.values.dtype == np.uint8 and not raw.window
+        return None if raw is None or is_bytes else raw.sample()
 
     def read(numbers: list[int]) -> list[RawImage]:
-        with ThreadPoolExecutor(split.reading_threads) as pool:
+        with ThreadPoolExecutor(min(split.reading_threads, _DECODING_THREADS)) as pool:
             return [raw for raw in pool.map(read_one, numbers) if raw is not None]
 
     try:
@@ -548,8 +552,8 @@ class ImageSplit(Split):
         self.transform = transform
 
     @property
-    def encoded(self) -> ImageSplit:  # type: ignore[override]
-        return self
+    def encoded(self) -> ImageSplit | None:  # type: ignore[override]
+        return None if type(self).read is ImageSplit.read else self
 
     def read(self, number: int, most: int | None = None) -> bytes:
         """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.

@@ -421,11 +421,22 @@ def test_words_that_do_not_belong_together(words, reason):
         Intensity.parse(words)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, ">u2"])
+def test_large_images(dtype):
+    """Which a table maps."""
+    values = RANDOM.integers(0, 32768, (300, 400)).astype(dtype)
+    check(opened(tiff(values), ["1000", "20000"]), ranged(values, 1000, 20000))
+    in_bands = np.stack([values, values[::-1]], axis=-1)
+    found = opened(tiff(in_bands, **TOGETHER), "1 32000 500 900".split(), 2)
+    expected = ranged(in_bands[..., 0], 1, 32000), ranged(in_bands[..., 1], 500, 900)
+    check(found, np.stack(expected, axis=-1))
+
+
 # -- the sample ------------------------------------------------------------------------
 
 
 def raws(*encoded):
-    return [decode.read_raw(each, Reading(3, Intensity.parse("auto"))) for each in encoded]
+    return [decode.read_raw(each, Reading(3, Intensity.parse("auto"))).sample() for each in encoded]
 
 
 def test_auto_is_the_percentiles_of_the_sample():
