@@ -49,7 +49,7 @@ define ENVIRONMENT
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
-$(INSTALLED): requirements-tpu.txt requirements-common.txt tests/requirements.txt
+$(INSTALLED): requirements-tpu.txt requirements-common.txt requirements-imaging.txt tests/requirements.txt
 	$(call ENVIRONMENT,.venv)
 	@echo "Installing into .venv (10 GB, a few minutes, once) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -59,7 +59,7 @@ $(INSTALLED): requirements-tpu.txt requirements-common.txt tests/requirements.tx
 # The environment for GPUs and TorchTPU: torch_xla needs older versions of PyTorch and libtpu.
 NEWER := .venv-newer
 
-$(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-common.txt requirements-torchtpu.txt tests/requirements.txt tests/hardware/torchtpu/plugin.txt
+$(NEWER)/installed: requirements-gpu.txt requirements-gpu-common.txt requirements-common.txt requirements-torchtpu.txt requirements-imaging.txt tests/requirements.txt tests/hardware/torchtpu/plugin.txt
 	$(call ENVIRONMENT,$(NEWER))
 	@echo "Installing into $(NEWER) (8 GB, a few minutes, once) ..."
 	$(NEWER)/bin/python -m pip install --quiet --disable-pip-version-check \

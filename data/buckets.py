@@ -49,7 +49,7 @@ class BucketSplit(Split):
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         """Find the bucket of each image of ``split``."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        self._split, sizes = split, request.config.bucket_sizes
+        self._split, self.encoded, sizes = split, split.encoded, request.config.bucket_sizes
         self.bucket_of = nearest_bucket(image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()

@@ -45,6 +45,8 @@ GIVE_FLOATS = ("volumes", "mosaics")
 """Sources that return normalized fp32 values instead of bytes."""
 NOT_AUGMENTED = (*GIVE_FLOATS, "fake")
 """Sources without timm's single-image augmentations, which are meant for photographs."""
+OF_FILES = ("folder", "webdataset", "parquet", "huggingface")
+"""Sources of encoded images, of any depth and, with ``--in_chans``, of any number of bands."""
 ALWAYS_ALIKE = ("mosaics", "fake")
 """Sources that return the same image in every epoch, so repeating it in a batch is useless."""
 
@@ -64,6 +66,9 @@ class Preprocessing:
     interpolation: str = "bicubic"
     test_interpolation: str | None = None
     """Interpolation in validation and prediction; None: as in training."""
+    intensity: str | tuple[str, ...] = "auto"
+    """How images of more than 8 bits become bytes (``data/intensity.py``); auto with the range that
+    a run has chosen."""
     crop_mode: str = "center"
     """What is resized in validation and prediction: the shorter side (center), each side separately
     (squash), or the longer side, padded with the mean color (border)."""
@@ -93,7 +98,11 @@ class Preprocessing:
         crop = f"crop {self.crop_pct:g}"
         if self.crop_mode != "center":
             crop += f" {self.crop_mode}"
-        return f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"
+        text = f"mean {mean}, std {std}, {crop}, {self.interpolation_of_val}"
+        if self.intensity != "auto":
+            words = [self.intensity] if isinstance(self.intensity, str) else self.intensity
+            text += f", intensity {' '.join(words)}"
+        return text
 
 
 _WHOLE, _NUMBER = r"\d{1,4}", r"\d{1,4}(\.\d{1,9})?"
@@ -120,6 +129,20 @@ def policy(text: str) -> str | None:
             "original, v0, rand-m9-mstd0.5-inc1 or augmix-m3-w3, or none"
         )
     return text
+
+
+def intensity_word(text: str) -> str:
+    """Parse a word of ``--intensity``: auto, full, a number or a percentile; an argparse type."""
+    if text in ("auto", "full"):
+        return text
+    try:
+        if text.endswith("%"):
+            return f"{bounded(float, 0, 100)(text[:-1]):.10g}%"
+        return f"{number(text):.10g}"
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error} (or auto, full, or a percentile such as 0.5%)"
+        ) from None
 
 
 _NEW = Preprocessing()
@@ -394,6 +417,21 @@ class DataConfig:
         f"{' '.join(map(str, _NEW.std))}; volumes: 1)",
         kind=bounded(float, 1e-6, 1e9),
         metavar=("R", "G", "B"),
+    )
+    intensity: str | tuple[str, ...] | None = flag(
+        None,
+        "values that become 0 and 255 in images of more than 8 bits per value; others between "
+        "them in proportion, beyond them clipped; images of 8 bits stay as they are. auto: the "
+        "window that a DICOM file has, else the 0.5 and 99.5 percentiles of the values of up to "
+        "256 training images, chosen by --seed once per run and saved with it; full: the "
+        "smallest and largest value that the file could hold (16 bits: 0 and 65535); LOW HIGH: "
+        "these values, in the file's unit (DICOM: after rescale, such as Hounsfield units); "
+        "P% P%: these percentiles of each image, such as 0.5% 99.5%. Unless --in_chans is 1 or "
+        "3, of each band; LOW HIGH may be repeated for each (docs/intensity.md) (default: the "
+        "weights' own; new weights: auto)",
+        kind=intensity_word,
+        several=True,
+        metavar="LOW HIGH",
     )
     crop_pct: float | None = flag(
         None,

@@ -1,7 +1,8 @@
 """Decode images, in the same way for training, validation and ``--predict``.
 
-``open_image`` opens the bytes of one image. ``find_images`` and ``read_batches`` find and read
-files and folders named on a command line.
+``open_image`` opens the bytes of one image; ``data/raw_images.py`` and ``data/dicom.py`` read those
+of more than 8 bits, which ``Reading`` maps to bytes. ``find_images`` and ``read_batches`` find and
+read files and folders named on a command line.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from data import dicom, raw_images
 from data.batch import Batch, collate
 from data.files import BrokenImageError, DataFolderError, is_hidden, reason_of
+from data.intensity import COLORS, FULL, Intensity, RawImage
 
 # Pillow warns about large images, palettes and EXIF data, none of which affects training.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -40,14 +43,10 @@ _TOO_LARGE = (
     "reads parts of them"
 )
 
+SUFFIXES = (*IMG_EXTENSIONS, *dicom.SUFFIXES)
+"""The file extensions of images, in small letters: torchvision's, and DICOM's."""
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 """Pillow runs the Ghostscript interpreter for EPS, and only recognizes the others."""
-
-_SIXTEEN_BITS = {"I;16", "I;16B", "I;16L", "I;16N"}
-_SIXTEEN_BITS_AS_I = {"PNG", "PPM"}
-"""Formats whose grayscale images of more than 8 bits Pillow scales to 0..65535 in mode I."""
-
-_TIFF_BITS, _TIFF_PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 _JPEG = b"\xff\xd8\xff"
 _JPEG_COLOURS = ("YCbCr", "Gray")
@@ -63,10 +62,33 @@ _REST_IS_LEFT = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before mark
 # -- one image -------------------------------------------------------------------------
 
 
-def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
+@dataclass(frozen=True)
+class Reading:
+    """How the values in image files become what a model takes."""
+
+    channels: int = 3
+    intensity: Intensity = FULL
+
+    @property
+    def is_color(self) -> bool:
+        """Whether the model takes gray or color images, between which files are converted."""
+        return self.channels in COLORS
+
+    def pixels(self, raw: RawImage) -> np.ndarray:
+        """Return (height, width, bands), uint8: RGB, or for a model of neither 1 nor 3 channels
+        these. Raises BrokenImageError."""
+        bands = raw.values.shape[2]
+        if not (raw.is_color if self.is_color else bands == self.channels):
+            raise BrokenImageError(f"it has {bands} bands, but --in_chans is {self.channels}")
+        pixels = self.intensity.to_bytes(raw)
+        return np.repeat(pixels, 3, axis=2) if self.is_color and bands == 1 else pixels
+
+
+def open_image(encoded: bytes, reading: Reading = Reading(), *, lines: bool = False) -> OpenImage:
     """Return the image in the bytes of a file. Raises BrokenImageError, also for more than
-    ``MAX_PIXELS`` and, unless ``lines``, for an aspect ratio above ``MAX_ASPECT``."""
-    if encoded.startswith(_JPEG):
+    ``MAX_PIXELS`` and, unless ``lines``, for an aspect ratio above ``MAX_ASPECT``; and
+    DataFolderError if a package is missing."""
+    if encoded.startswith(_JPEG) and reading.is_color:
         with contextlib.suppress(ValueError):  # Pillow says what is wrong
             height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded)
             if colours in _JPEG_COLOURS:
@@ -75,7 +97,30 @@ def open_image(encoded: bytes, *, lines: bool = False) -> OpenImage:
                 if not lines:
                     _check_shape(height, width)
                 return Jpeg(encoded, (height, width))
+    if (raw := read_raw(encoded, reading, lines=lines)) is not None:
+        return Pixels(reading.pixels(raw))
     return Pixels(np.array(read_image(encoded, lines=lines)))
+
+
+def read_raw(encoded: bytes, reading: Reading, *, lines: bool = False) -> RawImage | None:
+    """Return the image in the bytes of a file as it is stored; None if ``read_image`` reads it: an
+    image of 8 bits, or "full" gray and color images. Raises what ``open_image`` raises."""
+    raw: RawImage | None = None
+    if dicom.is_dicom(encoded):
+        as_shown = reading.intensity.kind == "auto"
+        raw = dicom.read_dicom(encoded, MAX_PIXELS, _TOO_LARGE, as_shown=as_shown)
+    elif reading.is_color and (reading.intensity.kind == "full" or raw_images.is_plain(encoded)):
+        return None
+    elif raw_images.is_tiff(encoded):
+        raw = raw_images.read_tiff(encoded, reading.channels, MAX_PIXELS, _TOO_LARGE)
+    if raw is None:
+        with _opened(encoded) as image:
+            if not lines:
+                _check_shape(image.height, image.width)
+            return raw_images.raw_of_pillow(image, encoded, reading.channels)
+    if not lines:
+        _check_shape(*raw.values.shape[:2])
+    return raw
 
 
 class Pixels:
@@ -85,7 +130,7 @@ class Pixels:
     """Factors by which decoding can downscale the image at lower cost."""
 
     def __init__(self, pixels: np.ndarray) -> None:
-        """``pixels``: (height, width, 3), uint8, RGB."""
+        """``pixels``: (height, width, bands), uint8, RGB or ``Reading.channels`` bands."""
         self._pixels, self.size = pixels, (pixels.shape[0], pixels.shape[1])
 
     def pixels(self, shrink: int = 1, rows: int | None = None) -> np.ndarray:
@@ -184,6 +229,10 @@ def _opened(source: str | Path | bytes) -> Iterator[ImageFile]:
 def image_size(encoded: bytes) -> tuple[int, int]:
     """Return the height and width in pixels of an encoded image; the first bytes may suffice.
     Raises BrokenImageError if these bytes do not contain the size."""
+    if dicom.is_dicom(encoded):
+        return dicom.read_size(encoded)
+    if raw_images.is_tiff(encoded) and (size := raw_images.tiff_size(encoded)):
+        return size
     with _opened(encoded) as image:
         return image.height, image.width
 
@@ -196,27 +245,22 @@ def read_image(source: str | Path | bytes, *, lines: bool = False) -> Image.Imag
             _check_shape(image.height, image.width)
         image.load()
         whole: Image.Image = image
-        is_wide = image.mode == "I" and image.format in _SIXTEEN_BITS_AS_I
-        if is_wide or image.mode in _SIXTEEN_BITS:  # Pillow's ``convert`` would clip them
-            values, white = np.asarray(image).astype(np.float32), 65535
-            if isinstance(image, TiffImageFile):
-                white = 2 ** image.tag_v2.get(_TIFF_BITS, (16,))[0] - 1
-                if image.tag_v2.get(_TIFF_PHOTOMETRIC) == _WHITE_IS_ZERO:
-                    values = white - values
-            whole = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
-        elif image.mode in ("I", "F"):
-            values = np.asarray(image)
-            low, high = values.min(), values.max()
+        if (raw := raw_images.gray_of_pillow(image)) is None:
+            pass
+        elif raw.full:  # Pillow's ``convert`` would clip them
+            whole = Image.fromarray(FULL.to_bytes(raw)[..., 0])
+        else:
+            low, high = raw.values.min(), raw.values.max()
             is_part = image.mode == "F" and 0 < high <= 1  # of white, or it is nearly black
             if not (low >= 0 and high <= 255) or is_part:
                 raise BrokenImageError(
                     f"its values range from {low:g} to {high:g}, and the value of white "
-                    "is unknown: convert it to 8 or 16 bits"
+                    "is unknown: convert it to 8 or 16 bits, or set --intensity LOW HIGH"
                 )
         return whole.convert("RGB")
 
 
-_LABEL_MODES = {"1", "L", "P", "I"} | _SIXTEEN_BITS
+_LABEL_MODES = {"1", "L", "P", "I"} | raw_images.SIXTEEN_BITS
 """Pillow modes with one integer per pixel (the index for palettes)."""
 
 
@@ -270,7 +314,7 @@ def find_images(paths: Iterable[str], suffixes: tuple[str, ...] | None = None) -
     Raises DataFolderError for a missing path and for a folder without images."""
     readable = {*_formats(), "MPO"}  # MPO: several JPEGs in one file, read as the first
     of_pillow = (name for name, kind in Image.registered_extensions().items() if kind in readable)
-    known = suffixes or tuple(of_pillow)
+    known = suffixes or (*of_pillow, *dicom.SUFFIXES)
     kinds = ", ".join(suffixes or (".jpg", ".png", "or another format of Pillow"))
     found = FoundImages()
     errors: list[OSError] = []

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from data import files
 from data.class_order import in_order
 from data.config import DataConfig
+from data.decode import SUFFIXES
 from data.files import (
     DataFolderError,
     MissingSplitError,
@@ -63,7 +63,7 @@ def check_folder(
     root: str,
     num_classes: int,
     splits: Sequence[str] = SPLITS,
-    suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+    suffixes: tuple[str, ...] = SUFFIXES,
     class_map: str | None = None,
 ) -> None:
     """Check class folders before images are listed. Raises DataFolderError for a missing or empty
@@ -128,7 +128,7 @@ def class_folders(root: str, split: str) -> list[str] | None:
 
 
 def index_folders(
-    request: DatasetRequest, suffixes: tuple[str, ...] = IMG_EXTENSIONS
+    request: DatasetRequest, suffixes: tuple[str, ...] = SUFFIXES
 ) -> dict[str, FolderIndex]:
     """Return the images, with these ``suffixes``, of each requested split of ``--data_dir``. Raises
     DataFolderError."""
@@ -145,7 +145,7 @@ def index_folders(
 def cached_split(
     config: DataConfig,
     split: str,
-    suffixes: tuple[str, ...] = IMG_EXTENSIONS,
+    suffixes: tuple[str, ...] = SUFFIXES,
     *,
     labels: bool = True,
 ) -> FolderIndex:
@@ -206,7 +206,7 @@ def cached_split(
 
 
 def index_split(
-    top: str, suffixes: tuple[str, ...] = IMG_EXTENSIONS, *, labels: bool = True
+    top: str, suffixes: tuple[str, ...] = SUFFIXES, *, labels: bool = True
 ) -> FolderIndex:
     """Find the images of the split in ``top``, a folder or URL, in one walk.
 

@@ -31,11 +31,11 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     check_python.check("data.pack")
 
 import xxhash
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from config_fields import path_or_url, positive
 from data import files
+from data.decode import SUFFIXES
 from data.files import (
     DataFolderError,
     MissingSplitError,
@@ -155,7 +155,7 @@ def _members(archive: str, tar: tarfile.TarFile) -> list[_Image]:
         for member in regular_members(tar)
         if not files.is_hidden(member.name)
     ]
-    images = [image for image in images if image.name.lower().endswith(IMG_EXTENSIONS)]
+    images = [image for image in images if image.name.lower().endswith(SUFFIXES)]
     if not images:
         raise ValueError("it contains no images")
     return sorted(images)

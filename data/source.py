@@ -11,6 +11,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Self, TypeVar
@@ -22,10 +23,29 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from data import loader
-from data.batch import PADDING, BadImage, Batch, BatchShard, Field, Fields, Sample, SampleIndex
+from data.batch import (
+    PADDING,
+    BadImage,
+    Batch,
+    BatchShard,
+    Field,
+    Fields,
+    Sample,
+    SampleIndex,
+    collate,
+)
 from data.config import OPENED_BY, DataConfig
-from data.decode import OpenImage, open_image
-from data.files import BrokenImageError, DataFolderError, MissingSplitError, first_of, printable
+from data.decode import OpenImage, Reading, open_image, read_raw
+from data.files import (
+    HEAD,
+    BrokenImageError,
+    DataFolderError,
+    MissingSplitError,
+    first_of,
+    printable,
+)
+from data.intensity import Intensity, Measured, RawImage, measure
+from data.raw_images import is_plain
 from data.transforms import TrainTransform, Transform, seeded, val_transform
 
 Result = TypeVar("Result")
@@ -63,6 +83,16 @@ class DatasetRequest:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of one image: channels, then spatial sizes."""
         return (self.channels, *self.size)
+
+    @functools.cached_property
+    def reading(self) -> Reading:
+        """How encoded images are read. Raises DataFolderError for an impossible ``--intensity``."""
+        intensity = Intensity.parse(self.config.preprocessing.intensity)
+        try:
+            intensity.check_bands(self.channels)
+        except ValueError as error:
+            raise DataFolderError(f"--intensity: {error}") from None
+        return Reading(self.channels, intensity)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -106,6 +136,11 @@ def open_data(request: DatasetRequest) -> DataSource:
         module, _, name = OPENED_BY[kind].partition(":")
         opened_by = getattr(import_module(module), name)
     source: DataSource = opened_by(request)
+    measured = _measure_intensity(request, source)
+    if measured.words:  # all that was made for the request contains its flags
+        request = replace(request, config=replace(request.config, intensity=measured.words))
+        source = opened_by(request)
+    source.remark += measured.remark
     if request.with_train and request.augment:  # an incomplete last batch is dropped
         train = source.splits["train"]
         if train.samples < request.config.batch_size:
@@ -116,9 +151,51 @@ def open_data(request: DatasetRequest) -> DataSource:
     return source
 
 
-def first_batch(request: DatasetRequest, samples: int) -> Batch:
-    """Return the first training samples of a request. Raises DataFolderError."""
-    return next(iter(open_data(request).train_loader(samples, BatchShard()).epoch(0)))
+def draw_samples(request: DatasetRequest, numbers: Sequence[int], epochs: int = 1) -> list[Batch]:
+    """Return the training samples with these numbers, as in each of the first epochs. Raises
+    DataFolderError."""
+    train = open_data(request).splits["train"]
+    return [
+        collate([train[SampleIndex(epoch, number)].fields for number in numbers])
+        for epoch in range(epochs)
+    ]
+
+
+_DECODING_THREADS = 4
+"""How many large images may be in memory at once."""
+
+
+def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
+    """Look at a sample of the images: what ``--intensity`` auto is, and how much is left of them.
+    Raises DataFolderError if nothing is."""
+    split = next(iter(source.splits.values())).encoded
+    intensity = request.reading.intensity
+    is_undecided = intensity.kind == "auto" and not intensity.numbers
+    if split is None or not (is_undecided or split.is_train):
+        return Measured()
+
+    reading = request.reading
+    if intensity.kind == "full":  # whose images Pillow converts to bytes
+        reading = replace(reading, intensity=Intensity("range", (0, 1)))
+
+    def read_one(number: int) -> RawImage | None:
+        try:
+            if is_plain(split.read(number, HEAD)):
+                return None
+            raw = read_raw(split.read(number), reading)
+        except BrokenImageError:  # training and evaluation report it when they read it
+            return None
+        is_bytes = raw and raw.values.dtype == np.uint8 and not raw.window
+        return None if raw is None or is_bytes else raw.sample()
+
+    def read(numbers: list[int]) -> list[RawImage]:
+        with ThreadPoolExecutor(min(split.reading_threads, _DECODING_THREADS)) as pool:
+            return [raw for raw in pool.map(read_one, numbers) if raw is not None]
+
+    try:
+        return measure(len(split), request.seed, intensity, read)
+    except ValueError as error:
+        raise DataFolderError(f"{source.name}: {error}") from None
 
 
 def check_several_classes(source: DataSource) -> None:
@@ -231,8 +308,10 @@ class View:
         batches of the whole training."""
         return None
 
-    def pictures(self, request: DatasetRequest, images: int) -> Sequence[Pictures] | None:
-        """Return pictures of the first training images of a request of 2-D images, as the model is
+    def pictures(
+        self, request: DatasetRequest, numbers: Sequence[int]
+    ) -> Sequence[Pictures] | None:
+        """Return pictures of these training images of a request of 2-D images, as the model is
         shown them; None: of the field ``image``, with its label. Raises DataFolderError."""
         return None
 
@@ -312,6 +391,8 @@ class Split(Dataset):
     """Whether a subset of an image's rows can be read without the others."""
     samples_are = "training images"
     """What ``samples`` counts, for messages."""
+    encoded: ImageSplit | None = None
+    """The split of the encoded images that this one reads; None: its images are not files."""
 
     def __init__(
         self,
@@ -561,6 +642,10 @@ class ImageSplit(Split):
         super().__init__(request, name, labels, *others)
         self.transform = transform
 
+    @property
+    def encoded(self) -> ImageSplit | None:  # type: ignore[override]
+        return None if type(self).read is ImageSplit.read else self
+
     def read(self, number: int, most: int | None = None) -> bytes:
         """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.
         Raises BrokenImageError."""
@@ -569,7 +654,7 @@ class ImageSplit(Split):
     def open(self, number: int, *, lines: bool = False) -> OpenImage:
         """Return image ``number``, possibly not decoded yet. Raises BrokenImageError, see
         ``open_image``."""
-        return open_image(self.read(number), lines=lines)
+        return open_image(self.read(number), self.request.reading, lines=lines)
 
     def known_sizes(self) -> np.ndarray | None:
         """Return height and width of each image in pixels, (n, 2), int32, if known without reading
@@ -603,12 +688,17 @@ class DataSource:
     def __init__(self, name: str, splits: Mapping[str, Split], remark: str = "") -> None:
         """``splits``: by name; without labels "val" may be missing. ``remark``: text appended to
         the source's log line."""
-        self.name, self.splits, self._remark = name, splits, remark
+        self.name, self.splits, self.remark = name, splits, remark
         one = next(iter(splits.values()))
         self.classes, self.reads_rows = one.classes, one.reads_rows
         self.train_length, self.val_length = (
             len(splits.get(name, ())) for name in ("train", "val")
         )
+
+    @property
+    def intensity(self) -> str | tuple[str, ...] | None:
+        """The value of ``--intensity``, with the range that "auto" has chosen on opening."""
+        return next(iter(self.splits.values())).request.config.intensity
 
     def train_loader(
         self, batch_size: int, shard: BatchShard, steps: int = 0
@@ -656,4 +746,4 @@ class DataSource:
             outputs = f"{request.num_classes:,} outputs (--num_classes)"
             classes = "class" if len(self.classes) == 1 else "classes"
             text += f"; warning: {len(self.classes):,} {classes}, but the model has {outputs}"
-        return text + self._remark
+        return text + self.remark

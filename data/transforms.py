@@ -29,6 +29,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from data.config import DataConfig, Preprocessing
 from data.decode import OpenImage
 from data.files import DataFolderError
+from data.intensity import COLORS
 
 Size = tuple[int, ...]
 """The height and width of an image in pixels."""
@@ -80,19 +81,30 @@ def val_transform(preprocessing: Preprocessing, size: Size, channels: int) -> Tr
         )
     mode = v2.InterpolationMode(preprocessing.interpolation_of_val)
     scaled = tuple(math.floor(side / preprocessing.crop_pct) for side in size)
+    is_color = channels in COLORS
     crop: Callable = v2.CenterCrop(size)
     if preprocessing.crop_mode == "squash":
         resize: Callable = v2.Resize(scaled, interpolation=mode)
     elif preprocessing.crop_mode == "border":
         resize = functools.partial(_resize_in_proportion, scaled, max, mode)
-        crop = CenterCropOrPad(size, fill=[round(_WHITE * colour) for colour in preprocessing.mean])
+        mean = preprocessing.mean if is_color else preprocessing.of_channels(1)[0]
+        crop = CenterCropOrPad(size, fill=[round(_WHITE * colour) for colour in mean])
     elif scaled[0] == scaled[1]:  # the shorter side is the one that fits
         resize = v2.Resize(scaled[0], interpolation=mode)
     else:
         resize = functools.partial(_resize_in_proportion, scaled, min, mode)
     colours = v2.Grayscale() if channels == 1 else v2.Identity()
-    whole = operator.methodcaller("pixels"), Image.fromarray
-    return v2.Compose([*whole, resize, crop, colours, v2.PILToTensor()])
+    on_picture = v2.Compose([Image.fromarray, resize, crop, colours, v2.PILToTensor()])
+    if not is_color:
+        on_picture = functools.partial(_by_band, on_picture)
+    return v2.Compose([operator.methodcaller("pixels"), on_picture])
+
+
+def _by_band(on_picture: Transform, pixels: np.ndarray) -> torch.Tensor:
+    """Return (bands, height, width) of what a transform makes of each band alone, as a gray
+    image."""
+    bands = np.ascontiguousarray(np.moveaxis(pixels, 2, 0))
+    return torch.cat([on_picture(band) for band in bands])
 
 
 def whole_image(
@@ -209,8 +221,8 @@ def training_modes(config: DataConfig) -> list[v2.InterpolationMode]:
 def resized_parts(
     image: OpenImage, parts: Sequence[tuple[Box, Size]], modes: list[v2.InterpolationMode]
 ) -> list[torch.Tensor]:
-    """Return parts of an image, each resized to its own size, (3, height, width) uint8, all with
-    the same randomly drawn one of ``modes``.
+    """Return parts of an image, each resized to its own size, (bands, height, width) uint8, all
+    with the same randomly drawn one of ``modes``.
 
     Decodes only the required pixels: if all parts are several times larger than their output sizes,
     the image is decoded at reduced size, and the parts are aligned to its pixels. Raises
@@ -230,9 +242,14 @@ def resized_parts(
             tensor = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)
             resized.append(v2.functional.resize_image(tensor, list(size), mode, antialias=True))
         else:
-            picture = v2.functional.resize(Image.fromarray(part), list(size), mode)
-            resized.append(pil_to_tensor(picture))
+            resize = functools.partial(_resized, size=list(size), mode=mode)
+            in_color = part.shape[2] in COLORS
+            resized.append(resize(part) if in_color else _by_band(resize, part))
     return resized
+
+
+def _resized(pixels: np.ndarray, size: list[int], mode: v2.InterpolationMode) -> torch.Tensor:
+    return pil_to_tensor(v2.functional.resize(Image.fromarray(pixels), size, mode))
 
 
 def random_box(size: Size, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:

@@ -21,11 +21,11 @@ from typing import IO, Any, Self
 
 import numpy as np
 import xxhash
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from data import files
 from data.config import DataConfig
+from data.decode import SUFFIXES
 from data.files import (
     BrokenImageError,
     DataFolderError,
@@ -260,7 +260,7 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             if not named:
                 continue
             key, suffix = named[1], f".{named[2].lower()}"
-            if suffix in IMG_EXTENSIONS:
+            if suffix in SUFFIXES:
                 if places.get(key):
                     raise DataFolderError(f"{path} has two images with key {key}: remove one")
                 places[key] = member.offset_data, member.size
@@ -274,7 +274,7 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
                         label_of[key] = label
             else:
                 left_out[suffix] += 1
-                if suffix.endswith(IMG_EXTENSIONS):
+                if suffix.endswith(SUFFIXES):
                     dotted.setdefault(key, member.name)
         file.seek(tar.offset)  # the end is zeros, or else tarfile took damage for the end
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

@@ -1,8 +1,10 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-FLAGS are those of run_vit_training.py. Each row shows one image, first unchanged, then augmented
-several times; with mixup or CutMix, the images of a column are mixed with each other. Where several
-crops are made of an image, the columns are its crops.
+FLAGS are those of run_vit_training.py. There is one image of each class, of at most ten classes,
+chosen by --seed. Each row shows one image, first unchanged, then augmented several times; with
+mixup or CutMix, the images of a column are mixed with each other. Where several crops are made of
+an image, the columns are its crops. Of images of other than 1 or 3 bands, the first three are drawn
+as colors.
 """
 
 import argparse
@@ -18,11 +20,11 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 
     check_python.check("show_augmentations")
 
+import numpy as np
 import torch
 
 from config_fields import local_path
-from data.batch import Batch, BatchShard, micro_batches
-from data.source import Pictures, View, first_batch, open_data
+from data.source import DataSource, Pictures, View, draw_samples, open_data
 from data.utf8 import use_utf8
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors, dataset_request
@@ -35,8 +37,8 @@ from training.objectives.mixup_config import MixupConfig
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import Run, check_batch, resolve_common, resolve_model
 
-IMAGES, DRAWS = 4, 6
-"""Rows of the picture, and augmented columns."""
+IMAGES, MOST_IMAGES, DRAWS = 4, 10, 6
+"""The least and the largest number of rows of the picture, and the augmented columns."""
 _UNCHANGED: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "aa": None}
 _UNCHANGED |= dict.fromkeys(("hflip", "vflip", "color_jitter", "reprob"), 0.0)
 """The flags of images that are only resized."""
@@ -45,7 +47,7 @@ _LEAST_SHARE = 0.02
 
 
 def read_run(flags: Sequence[str]) -> Run:
-    """Return the run of these flags with the picture's images as its batch. Raises UsageError."""
+    """Return the run of these flags, with small batches. Raises UsageError."""
     config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
     config, model = resolve_model(config)
     if len(model.sizes.input_shape) != 3:
@@ -53,8 +55,10 @@ def read_run(flags: Sequence[str]) -> Run:
     if config.data.image_sizes:
         given = "--buckets" if config.data.buckets else "--image_size_schedule"
         raise UsageError(f"images are drawn in the model's own size: drop {given}")
+    if config.data.data_source == "fake":
+        raise UsageError("--data_source fake has no images to draw")
     run = Run(config, None, model, Mesh(), None).with_data(
-        batch_size=IMAGES, grad_accum_steps=1, num_workers=0
+        batch_size=IMAGES, grad_accum_steps=1, aug_repeats=1, num_workers=0
     )
     check_batch(run)
     if model.segments:
@@ -64,16 +68,18 @@ def read_run(flags: Sequence[str]) -> Run:
     return run
 
 
-def columns(run: Run) -> list[Pictures]:
-    """Return the columns for the first images of an epoch. Raises DataFolderError."""
+def columns(run: Run, data: DataSource) -> list[Pictures]:
+    """Return the columns for images of ``data``. Raises DataFolderError."""
+    numbers = images_of_classes(data, run.config.seed)
+    run = run.with_data(batch_size=len(numbers), intensity=data.intensity)
     request = dataset_request(run)
-    if (pictures := request.view.pictures(request, IMAGES)) is not None:
+    if (pictures := request.view.pictures(request, numbers)) is not None:
         whole = replace(request, view=View(), config=replace(request.config, **_UNCHANGED))
-        images = first_batch(whole, IMAGES)["image"] / 255
-        return [Pictures("image", images, [""] * IMAGES), *pictures]
+        (unchanged,) = draw_samples(whole, numbers)
+        return [Pictures("image", unchanged["image"] / 255, [""] * len(numbers)), *pictures]
     smoothing, classes = run.config.loss.smoothing, run.model.sizes.num_classes
-    unchanged = _draws(run.with_data(**_UNCHANGED))[1][0]
-    names, draws = _draws(run)
+    (unchanged,) = draw_samples(dataset_request(run.with_data(**_UNCHANGED)), numbers)
+    names, draws = data.classes, draw_samples(request, numbers, DRAWS)
     images, labels = unchanged["image"], smoothed(unchanged["target"], classes, 0.0)
     drawn, rows = [_column("image", run, names, images, labels)], range(images.shape[2])
     mixes = run.config.of(MixupConfig).mixes
@@ -91,11 +97,15 @@ def columns(run: Run) -> list[Pictures]:
     return drawn
 
 
-def _draws(run: Run) -> tuple[Sequence[str] | None, list[Batch]]:
-    """Return the names of the classes, and the same images DRAWS times, each time augmented."""
-    data = open_data(dataset_request(run.with_data(batch_size=IMAGES * DRAWS, aug_repeats=DRAWS)))
-    batch = next(iter(data.train_loader(IMAGES * DRAWS, BatchShard()).epoch(0)))
-    return data.classes, micro_batches(batch, 1, DRAWS)
+def images_of_classes(data: DataSource, seed: int) -> list[int]:
+    """Return the numbers of the images to draw, by label: one of each of MOST_IMAGES classes, and
+    others if these are fewer than IMAGES. They depend only on the labels and the seed."""
+    labels = np.asarray(data.splits["train"].labels)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    firsts = np.sort(np.unique(labels[order], return_index=True)[1])[:MOST_IMAGES]
+    others = np.setdiff1d(np.arange(min(len(order), 2 * IMAGES)), firsts)
+    chosen = order[np.concatenate([firsts, others[: max(0, IMAGES - len(firsts))]])]
+    return sorted(chosen.tolist(), key=lambda number: (labels[number], number))
 
 
 def _column(
@@ -123,13 +133,15 @@ def _column(
 
 def draw(columns: Sequence[Pictures], path: Path) -> None:
     """Draw the columns side by side, each image with its label below it. Raises OSError."""
-    size = (1.6 * len(columns), 1.85 * IMAGES)
+    rows = len(columns[0].images)
+    size = (1.6 * len(columns), 1.85 * rows)
     plt = pyplot()
-    figure, axes = plt.subplots(IMAGES, len(columns), figsize=size, layout="constrained")
+    figure, axes = plt.subplots(rows, len(columns), figsize=size, layout="constrained")
     for across, column in zip(axes.T, columns, strict=True):
         across[0].set_title(column.title, fontsize=9)
         for axis, image, label in zip(across, column.images, column.labels, strict=True):
-            pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
+            shown = image[:3] if len(image) >= 3 else image[:1]
+            pixels = shown.permute(1, 2, 0).squeeze(-1).numpy()
             axis.imshow(pixels, cmap="gray", vmin=0, vmax=1)
             axis.set_xlabel(as_label(label), fontsize=7)
             axis.set(xticks=[], yticks=[])
@@ -151,7 +163,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except argparse.ArgumentTypeError as error:
             raise UsageError(str(error)) from None
         with data_errors_as_usage_errors():
-            drawn = columns(read_run(flags))
+            run = read_run(flags)
+            data = open_data(dataset_request(run))
+            drawn = columns(run, data)
         try:
             draw(drawn, path)
         except OSError as error:
@@ -159,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"show_augmentations: error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {IMAGES} images, augmented {len(drawn) - 1} times")
+    print(f"data: {data}")
+    print(f"{path}: {len(drawn[0].images)} images, augmented {len(drawn) - 1} times")
     return 0
 
 

@@ -34,6 +34,8 @@ FEATURES = (
     "features.unbalanced_classes:BestByClass",
     "features.unbalanced_classes:ClassWeights",
     "features.unbalanced_classes:BalancedSampling",
+    "features.intensity:IntensityWords",
+    "features.intensity:Bands",
 )
 """Module and class of each feature, in the order in which features are asked, and in which their
 flags follow each other in ``--help``."""

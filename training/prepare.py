@@ -55,6 +55,7 @@ def prepare_training(
     parts.done("imports")
     config, expected_s = run.config, read_expectation(run)
     data = open_images(run)
+    run = run.with_data(intensity=data.intensity)  # with what the images decide
     progress = check(start, run, data)
     initial = None
     if weights:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, DataConfig, Preprocessing
+from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, OF_FILES, DataConfig, Preprocessing
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
 from training.config import RunConfig, ShardingConfig, flags_of_model
@@ -228,10 +228,10 @@ def _check_schedules(config: RunConfig) -> None:
 
 def with_defaults(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with ``values``, by field name, where no flag is set: on the command
-    line or, if its default is None, by an earlier choice."""
+    line to a word other than "auto" or, if its default is None, by an earlier choice."""
     now, default = flat(config), flat(RunConfig())
-    chosen = {name for name in values if default[name] is None and now[name] is not None}
-    unset = values.keys() - chosen - config.explicitly_set
+    chosen = {name for name in values if default[name] is None and now[name] not in (None, "auto")}
+    unset = values.keys() - chosen - {n for n in config.explicitly_set if now.get(n) != "auto"}
     return with_values(config, {name: values[name] for name in unset}) if unset else config
 
 
@@ -257,7 +257,7 @@ def take_over(config: RunConfig, values: Mapping[str, Any], path: Path) -> RunCo
 # ------------------------------------------------------------------------------------------------
 # The model, and the images that it trains on.
 
-_ANY_CHANNELS = ("volumes", "fake")
+_ANY_CHANNELS = ("volumes", "fake", *OF_FILES)
 """Sources whose images can have any number of channels; others have 3 or 1."""
 
 

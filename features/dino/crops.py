@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from data.source import (
     Pictures,
     SampleTransform,
     View,
-    first_batch,
+    draw_samples,
 )
 from data.transforms import random_box, resized_parts, training_modes
 
@@ -135,12 +136,12 @@ class CropView(View):
         count = len(self.pairs)
         return BatchSizes(self.requests(request), number)
 
-    def pictures(self, request: DatasetRequest, images: int) -> list[Pictures]:
+    def pictures(self, request: DatasetRequest, numbers: Sequence[int]) -> list[Pictures]:
         """Return the global crops, the first with its masked patches in gray, and the local crops;
         of several ``pairs`` of sizes those of the request's."""
-        batch = first_batch(replace(request, view=replace(self, pairs=())), images)
+        (batch,) = draw_samples(replace(request, view=replace(self, pairs=())), numbers)
         first, second = (batch["global_crops"] / _WHITE).unbind(1)
-        none, mask = [""] * images, batch["mask"].float()
+        none, mask = [""] * len(numbers), batch["mask"].float()
         shares = [f"{100 * share:.0f} % masked" for share in mask.mean(1).tolist()]
         patch = [side // count for side, count in zip(request.size, self.grid, strict=True)]
         gray = (_MASKED * mask).view(-1, 1, *self.grid)

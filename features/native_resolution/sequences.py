@@ -185,7 +185,7 @@ class PackedSplit(Split):
         """Determine the size of each image of ``split``, and pack the first epoch."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
         self.pack = pack
-        self._split, self._transform = split, transform
+        self._split, self._transform, self.encoded = split, transform, split.encoded
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
         self._grids = grids(self.sizes, self.pack)
@@ -324,7 +324,7 @@ class PackedSplit(Split):
         if encoded is None:
             image = self._split.open(number, lines=True)
         else:
-            image = open_image(encoded, lines=True)
+            image = open_image(encoded, self.request.reading, lines=True)
         size = tuple(count * side for count, side in zip(grid, self.pack.patch, strict=True))
         resized = seeded(lambda image: self._transform(image, size), image, self.seed, epoch, index)
         return patches_of(resized, self.pack.patch)

@@ -41,7 +41,12 @@ def make(tmp_path):
             check=False,
         )
 
-    for name in ("requirements-tpu.txt", "requirements-common.txt", "tests/requirements.txt"):
+    for name in (
+        "requirements-tpu.txt",
+        "requirements-common.txt",
+        "requirements-imaging.txt",
+        "tests/requirements.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     return run

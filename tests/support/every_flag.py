@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "max_bad_images": ("0", "100", "1%"),
     "mean": ("0.5 0.5 0.5",),
     "std": ("0.5 0.5 0.5",),
+    "intensity": ("auto", "full", "0 4095", "0.5% 99.5%"),
     "crop_pct": ("0.1", "1"),
     "buckets": ("16x16 12x20",),
     "image_size_schedule": ("8:0.5 16:0.5", "8 16"),

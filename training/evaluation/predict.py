@@ -154,7 +154,9 @@ def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[
         split = volumes.open_files(request, list(map(str, paths)))
         return lambda number: split.load_sample(number, 0, number), 1  # one may fill the device
     transform = request.view.transforms(request)["val"]
-    return lambda number: transform(open_image(read_bytes(str(paths[number])))), _BATCH_SIZE
+    return lambda number: transform(
+        open_image(read_bytes(str(paths[number])), request.reading)
+    ), _BATCH_SIZE
 
 
 # -- --eval_only ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from timm.data import ImageNetInfo
 
 from data.config import CROP_MODES, INTERPOLATIONS, DataConfig, Preprocessing
 from data.files import parse_object
+from data.intensity import is_intensity
 from models.config import ModelConfig
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig, flags_of_model
@@ -129,7 +130,8 @@ def describe(source: Source) -> ModelHints:
 def settings_of(saved: SavedRun, data: DataConfig) -> dict[str, Any]:
     """Return the model, objective, preprocessing and class order of a checkpoint's run by field
     name. ``data``: what numbers the classes now. Raises UsageError for invalid values."""
-    preprocessing = asdict(preprocessing_of(saved.arguments, saved.path))
+    # Runs before the flag had the whole range.
+    preprocessing = asdict(preprocessing_of({"intensity": "full"} | saved.arguments, saved.path))
     of_weights = by_field(*flags_of_model(), *flags_of_weights())
     values = {name: each for name, each in flat(saved.config).items() if name in of_weights}
     values |= preprocessing
@@ -155,6 +157,8 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
             is_valid = value in INTERPOLATIONS
         elif name == "crop_mode":
             is_valid = value in CROP_MODES
+        elif name == "intensity":
+            is_valid = is_intensity(value)
         elif name == "crop_pct":
             is_valid = isinstance(value, (int, float)) and 0 < value <= 1
         else:  # mean, std
@@ -168,7 +172,7 @@ def preprocessing_of(values: Mapping[str, Any], path: Path) -> Preprocessing:
             )
         if not is_valid:
             raise UsageError(f"{path} has {name} {value!r}, which is not supported: set --{name}")
-    given |= {name: tuple(given[name]) for name in ("mean", "std") if name in given}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return Preprocessing(**given)
 
 
@@ -193,7 +197,8 @@ def take_over_described(
     if source.run:
         values = settings_of(source.run, config.data)
         of_training = by_field(*flags_of_weights())
-        values = {name: each for name, each in values.items() if name not in of_training}
+        kept = of_training.keys() | config.explicitly_set  # auto, too: the images are others
+        values = {name: each for name, each in values.items() if name not in kept}
         return take_over(config, values, source.path), source
     hints = describe(source)
     if config.model.model is not None:

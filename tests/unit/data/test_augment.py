@@ -232,7 +232,8 @@ def test_columns_show_what_is_trained_on(tmp_path):
     size = "--image_size 16 --patch_size 4 --num_classes 10".split()
     flags = ["--data_source", "digits", "--model", "vit_tiny_patch16_224", *size, *still]
     picture = tmp_path / "picture.png"
-    whole, *cut = columns(read_run(flags))
+    run = read_run(flags)
+    whole, *cut = columns(run, open_data(dataset_request(run)))
     assert len(cut) == DRAWS
     for column in cut:
         share = float(column.title.removeprefix("cutmix, "))
