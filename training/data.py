@@ -39,14 +39,16 @@ def dataset_request(
     """
     channels, *size = run.model.sizes.input_shape
     kind = run.config.data.data_source
+    multi_label = any(feature.multi_label for feature in run.config.active_features())
     return DatasetRequest(
         run.config.data,
         channels,
         tuple(size),
-        run.model.sizes.num_classes if augment else ANY_CLASSES,
+        run.model.sizes.num_classes if augment or multi_label else ANY_CLASSES,
         run.config.seed,
         with_train=with_train,
         labels=labels,
+        multi_label=multi_label,
         augment=augment,
         view=view_of(run, augment=augment),
         opened_by=next(filter(None, (each.sources.get(kind) for each in features())), None),

@@ -17,6 +17,8 @@ FEATURES = (
     "features.dino:Dino",
     "features.dino:CropSizes",
     "features.dino:GramTeacher",
+    "features.table_split:TableSplit",
+    "features.multi_label:MultiLabel",
     "features.mixup:Mixup",
     "features.distillation:Distillation",
     "features.image_sizes:Buckets",

@@ -17,6 +17,7 @@ from training.schedule import Position, Schedule
 from training.step import TrainBatches, train_step
 
 if TYPE_CHECKING:
+    from data.source import DataSource
     from training.checkpoints.saver import CheckpointSaver
     from training.config import RunConfig
     from training.logs.bad_images import BadImages
@@ -72,6 +73,7 @@ class Training:
     schedule: Schedule
     start: Position
     """The position that this start continues from."""
+    data: DataSource
 
 
 class StepDone(NamedTuple):

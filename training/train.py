@@ -248,7 +248,9 @@ def train(
                 StepLog(session, batches),
                 EpochLog(session, batches),
             ]
-            training = loop.Training(run, session, model, objective, saver, batches, schedule, at)
+            training = loop.Training(
+                run, session, model, objective, saver, batches, schedule, at, data
+            )
             for feature in config.active_features():
                 hooks += feature.hooks(training)
             hooks += [StopCheck(session, batches, saver), saves]

@@ -37,7 +37,7 @@ from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
 from training.objectives.classify import TOP, Accuracy, Classification
-from training.objectives.registry import open_objective
+from training.objectives.registry import objective_class, open_objective
 from training.resolve import Run, resolve_model
 from training.weights.adapt import Adapter
 from training.weights.describe import describe
@@ -94,6 +94,8 @@ def predict_images(config: RunConfig, source: Source) -> None:
     if adapter.note:
         _log(adapter.note)
 
+    objective = objective_class(config)
+    assert issubclass(objective, Classification)
     make, batch_size = _reader(run, images.paths, in_arrays=in_arrays)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_files(source, verify=config.checkpoints.verify_checkpoint)
@@ -122,7 +124,7 @@ def predict_images(config: RunConfig, source: Source) -> None:
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
             ):
                 logits = model(model_input({name: x.to(device) for name, x in batch.items()}))
-            probabilities = logits.float().softmax(dim=-1)
+            probabilities = objective.probabilities(logits)
             values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
             for path, labels, likelihoods in zip(
                 paths, indices.tolist(), values.tolist(), strict=True
@@ -196,6 +198,9 @@ def _evaluate_weights(
     names = _named_classes(names, run.model.sizes.num_classes)
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
+    by_class = result.by_class(names)
+    for row in by_class:
+        say(", ".join(f"{name}: {value}" for name, value in row.items()))
     if use.eval_report and isinstance(measure, Accuracy) and backend.is_main:
         try:
             write_report(measure.predictions(), names, folder_at(use.eval_report), say)
@@ -206,6 +211,6 @@ def _evaluate_weights(
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
-        print(as_json(result.values | left_out))
+        print(as_json(result.values | left_out | ({"by_class": by_class} if by_class else {})))
     if not result.is_finite:
         raise RunFailed(f"the val loss of {adapter.path} is not finite", NOT_FINITE)

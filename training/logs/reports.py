@@ -362,8 +362,8 @@ class Reports:
             del ema_values["ema_val_images"]
             values |= ema_values
             text += f"; EMA: val loss {ema.loss:.4f}"
-            if ema.top1 is not None:
-                text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
+            if ema.quality:
+                text += f", {ema.quality}"
         pictures = (ema or result).pictures
         if pictures is not None and self._active:
             for sink in self._sinks:

@@ -55,6 +55,11 @@ class Classification(Objective):
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
         self._teacher = open_teacher(run, backend, say)
 
+    @staticmethod
+    def probabilities(logits: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of the classes, (images, classes)."""
+        return logits.float().softmax(dim=-1)
+
     def frozen_models(self) -> dict[str, nn.Module]:
         return {"teacher": self._teacher.model} if self._teacher else {}
 
@@ -97,7 +102,7 @@ class Classification(Objective):
             distilled = F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * tau**2
         return (1 - alpha) * loss + alpha * distilled
 
-    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
+    def measure(self, images: int = 0, report_of: int = 0) -> Measure:
         """Return the measure of loss and accuracy. With ``report_of``, the number of images of a
         global batch, it also collects the prediction for each image."""
         return Accuracy(self._input, self._backend, report_of)
@@ -135,13 +140,17 @@ class PackedClassification(Classification):
         in_step, tokens = zip(*counts, strict=True)
         return {"images": in_step[0], "tokens": self._backend.sum(torch.stack(tokens).sum())}
 
-    def measure(self, images: int = 0, report_of: int = 0) -> Accuracy:
+    def measure(self, images: int = 0, report_of: int = 0) -> Measure:
         return super().measure(images, report_of * self._places)
 
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
     """Return smoothed one-hot labels, (images, classes), fp32, like timm's ``mixup_target``, but by
-    comparison, without a scatter on the devices."""
+    comparison, without a scatter on the devices. ``labels``: (images,), or for several labels an
+    image 0 and 1, (images, classes), which are smoothed towards 1/2, as in timm's
+    ``BinaryCrossEntropy``."""
+    if labels.ndim > 1:
+        return labels * (1.0 - smoothing) + smoothing / 2
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other
