@@ -6,6 +6,7 @@ label: each process keeps those of its images, and at the end receives those of 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -146,7 +147,7 @@ class LabelRanking(Measure):
         names = ("index", "logits", "target")
         index, logits, target = (torch.cat([part[name] for part in self._parts]) for name in names)
         labels = logits.shape[1]
-        mine: dict[int, tuple[float, float, int]] = {}
+        mine: list[tuple[int, float, float, int]] = []  # label, its figures, its images
         for owner, share in enumerate(np.array_split(np.arange(labels), exchange.count())):
             if not len(share):
                 continue
@@ -160,12 +161,11 @@ class LabelRanking(Measure):
             # Processes that share images, each with other rows, have the same.
             _, first = np.unique(numbers, return_index=True)
             for column, label in enumerate(share.tolist()):
-                figures = average_precision_and_auc(scores[first, column], has_label[first, column])
-                mine[label] = (*figures, int(has_label[first, column].sum()))
-        by_label: dict[int, tuple[float, float, int]] = {}
-        for part in exchange.all_gather_object(mine):
-            by_label |= part
-        precision, auc, positives = zip(*(by_label[n] for n in range(labels)), strict=True)
+                has = has_label[first, column]
+                figures = average_precision_and_auc(scores[first, column], has)
+                mine.append((label, *figures, int(has.sum())))
+        by_label = sorted(itertools.chain(*exchange.all_gather_object(mine)))
+        _, precision, auc, positives = zip(*by_label, strict=True)
         loss, images = self._totals.tolist()
         return LabelEvaluation(
             loss / (images or float("nan")),

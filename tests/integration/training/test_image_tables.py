@@ -165,7 +165,7 @@ def test_several_labels(tables, tmp_path):
     gpu = train_tiny_gpu(
         tmp_path / "gpu",
         *flags,
-        processes=3,
+        processes=2,
     )
     assert nested.column("loss") == pytest.approx(one.column("loss")[:3], rel=1e-4)
     for other in (four, gpu):

@@ -17,6 +17,7 @@ from data.files import DataFolderError
 from data.image_table import read_table
 from data.source import open_data
 from data.table_split import choose_validation
+from features.table_split import split_rows, store_split
 from tests.support.loading import CONFIG, arguments, check_same_epochs, wanted
 
 pytestmark = pytest.mark.fast
@@ -167,7 +168,7 @@ def test_a_class_map(folder, tmp_path):
     assert index["train"].classes == ["fish", "dog", "cat"]
     assert index["train"].labels.tolist() == [2, 1]
     (tmp_path / "classes.txt").write_text("fish\ndog\n")
-    with pytest.raises(DataFolderError, match="lacks class folders of the images: cat"):
+    with pytest.raises(DataFolderError, match="lacks classes of the images: cat"):
         read(folder, tmp_path / "labels.csv", class_map=str(tmp_path / "classes.txt"))
 
 
@@ -438,3 +439,34 @@ def test_pack_takes_the_same_table(digits, tmp_path):
     )
     assert (without.returncode, (tmp_path / "x").exists()) == (2, False)
     assert "the flags of a table require --labels" in without.stderr
+
+
+# -- the split that a run stores ----------------------------------------------------------
+
+
+def test_an_image_that_moves_to_validation_is_noticed(tmp_path):
+    header, file = ("path", "label", "split"), tmp_path / "split.csv"
+    rows = [header, ("a", "x", "train"), ("b", "x", "val"), ("./=c", "x", "train")]
+    assert store_split(rows, file) == []
+    assert store_split(rows, file) == []
+    moved = [header, ("a", "x", "train"), ("b", "x", "train"), ("./=c", "x", "val")]
+    (told,) = store_split(moved, file)
+    assert "1 validation images, such as ./=c, were training images at an earlier start" in told
+    assert file.read_text().splitlines()[-1] == "./=c,x,val"
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    assert store_split(rows, file) == []
+    assert not (tmp_path / "elsewhere").exists()
+    file.write_bytes(b"\xff\n1,2\n")
+    assert store_split(rows, file) == []
+
+
+def test_the_stored_split_is_a_table(folder, tmp_path):
+    names = {"-a.png": "cat", "=b.png": "cat", "c, d.png": "dog", "e.png": "dog"}
+    for name in names:
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    table = pandas.DataFrame({"path": [*names], "label": names.values()})
+    table.to_csv(tmp_path / "labels.csv")
+    config = arguments(tmp_path, labels=str(tmp_path / "labels.csv"), batch_size=1)
+    store_split(split_rows(open_data(wanted(config)), str(tmp_path)), tmp_path / "split.csv")
+    assert found(tmp_path, tmp_path / "split.csv") == found(tmp_path, tmp_path / "labels.csv")
