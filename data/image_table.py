@@ -46,12 +46,12 @@ def index_table(
         )
     found = {name: indices[name] for name in request.splits}
     classes = next(iter(found.values())).classes or []
-    request.check_classes(len(classes), str(file))
-    if several and request.num_classes < 2**31 and len(classes) != request.num_classes:
+    if several and len(classes) != request.num_classes:
         raise DataFolderError(
             f"{file} has {len(classes)} labels, but --num_classes is {request.num_classes}: set "
             f"--num_classes {len(classes)}"
         )
+    request.check_classes(len(classes), str(file))
     return found
 
 

@@ -35,10 +35,10 @@ class MultiLabel(Feature):
             return config
         if not config.data.labels:
             raise UsageError(
-                "images with several labels (--multi_label) require the table of --labels"
+                "--multi_label requires --labels, a table with the labels of each image"
             )
         if not (use.eval_only or use.features or config.loss.bce_loss):
-            raise UsageError("--multi_label requires --bce_loss")
+            raise UsageError("--multi_label requires --bce_loss, a loss for each label")
         return config
 
     def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:

@@ -247,7 +247,11 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
         },
-        "--multi_label": {"num_classes": "--num_classes 10"},
+        "--multi_label": {
+            "labels": f"--labels {folder}/images.csv",
+            "bce_loss": "--bce_loss",
+            "num_classes": "--num_classes 10",
+        },
         "--lr_schedule wsd": {"warmup_steps": "--warmup_steps 0", "decay_steps": "--decay_steps 1"},
         # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.
         "--mark_step_after_forward": {"grad_ckpt": "--grad_ckpt full"},

@@ -17,6 +17,5 @@ class MultiLabelConfig:
         False,
         "images may have any number of labels: the label column of --labels has names separated by "
         "|, or --columns names a column of 0 and 1 for each label; an evaluation reports average "
-        "precision and ROC AUC (docs/tables.md)",
-        requires=("bce_loss", "labels"),
+        "precision and ROC AUC; requires --labels and, in training, --bce_loss (docs/tables.md)",
     )

@@ -198,15 +198,21 @@ def test_several_labels(tables, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--multi_label", "--multi_label requires"),
-        ("--multi_label --bce_loss", "--multi_label requires --labels"),
-        ("--split_by writer", "--split_by requires --labels"),
+        ("--multi_label", "--multi_label requires --labels, a table with the labels"),
+        ("--labels {tables}/one.csv --multi_label", "requires --bce_loss, a loss for each label"),
+        ("--split_by writer", "--split_by writer requires --labels"),
         (
             "--labels {tables}/one.csv --bce_loss --multi_label",
             "has 10 labels, but --num_classes is 4: set --num_classes 10",
         ),
-        ("--labels {tables}/one.csv --data_source webdataset", "--labels requires --data_source"),
-        ("--labels {tables}/one.csv --class_order natural", "--labels is incompatible"),
+        (
+            "--labels {tables}/one.csv --data_source webdataset",
+            "one.csv requires --data_source folder or --data_source volumes",
+        ),
+        (
+            "--labels {tables}/one.csv --class_order natural",
+            "--class_order natural is incompatible with --labels",
+        ),
         ("--labels {tables}/none.csv", "none.csv cannot be read: No such file"),
         ("--labels {tables}/one.csv --val_fraction 1", "one.csv lists no files with split train"),
         ("--labels {tables}/one.csv --val_fraction 0", "must be at least 0.001"),
