@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 PADDING = -1
@@ -18,7 +19,8 @@ Batch = dict[str, torch.Tensor]
 
 - ``image``: (channels, rows, width), volumes (channels, slices, height, width), uint8, or fp32 if
   it is already normalized.
-- ``target``: the label of an image, int64; PADDING for padding.
+- ``target``: the label of an image, or 0 and 1 for each label that it may have, int64; PADDING for
+  padding.
 - ``index``: the number of an image in its split, int64; PADDING for padding. Only where images are
   read in order, as in validation.
 - ``position``: the place of a sample in the global batch, int64, for objectives that draw random
@@ -26,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 """
 
 BadImage = tuple[str, str, int]
-"""Path of an unreadable image, the reason in one line, and its label."""
+"""Path of an unreadable image, the reason in one line, and its number in its split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,14 @@ class BatchShard:
             name: torch.zeros(self.shape_of(batch_size, field), dtype=field.dtype)
             for name, field in fields.items()
         }
+
+
+def class_counts(labels: np.ndarray, classes: int = 0) -> np.ndarray:
+    """Return the number of images by class, of at least so many ``classes``. ``labels``: (images,),
+    or for several labels an image 0 and 1, (images, classes)."""
+    if labels.ndim > 1:
+        return labels.sum(axis=0, dtype=np.int64)
+    return np.bincount(labels, minlength=classes)
 
 
 def collate(samples: Sequence[Batch]) -> Batch:

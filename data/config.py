@@ -20,6 +20,7 @@ from config_fields import (
     number,
     path_or_url,
     positive,
+    seed,
     side_and_share,
 )
 
@@ -49,6 +50,9 @@ OF_FILES = ("folder", "webdataset", "parquet", "huggingface")
 """Sources of encoded images, of any depth and, with ``--in_chans``, of any number of bands."""
 ALWAYS_ALIKE = ("mosaics", "fake")
 """Sources that return the same image in every epoch, so repeating it in a batch is useless."""
+
+RANDOM_SPLIT = ("split_by", "val_fraction", "split_seed")
+"""The flags that decide which images of ``--labels`` are for validation."""
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 CropMode = Literal["center", "squash", "border"]
@@ -175,11 +179,33 @@ class DataConfig:
     )
     labels: str | None = flag(
         None,
-        "CSV file of volumes, with the columns path (relative to --data_dir), label and split "
-        "(train or val) (default: labels from the class folders in --data_dir)",
+        "CSV or parquet file that lists the images, with the columns path (in --data_dir), label "
+        "and, if present, split (train or val) (docs/tables.md) (default: labels from the class "
+        "folders in --data_dir)",
         kind=path_or_url,
         metavar="FILE",
-        requires=("data_source=volumes",),
+        requires=("data_source=folder|data_source=volumes",),
+    )
+    split_by: str | None = flag(
+        None,
+        "column of --labels with a group, such as a patient: all images of a group are in the same "
+        "split; a column split is checked for it (default: split image by image)",
+        metavar="COLUMN",
+        requires=("labels",),
+    )
+    val_fraction: float | None = flag(
+        None,
+        "fraction of each class of --labels that is for validation, if the table has no column "
+        "split; 1: all images, for --eval_only (default: 0.2)",
+        kind=bounded(float, 0.001, 1),
+        metavar="SHARE",
+        requires=("labels",),
+    )
+    split_seed: int = flag(
+        0,
+        "seed of the random split of --labels into training and validation images",
+        kind=seed,
+        requires=("labels",),
     )
     class_order: Literal["sorted", "natural"] | None = flag(
         None,
@@ -191,13 +217,12 @@ class DataConfig:
     )
     class_map: str | None = flag(
         None,
-        "text file with one class folder name per line, in label order, as in timm's "
-        "--class-map; names without a folder are allowed (default: --class_order)",
+        "text file with one class name per line, in label order, as in timm's --class-map; names "
+        "without images are allowed (default: --class_order)",
         kind=local_name,
         metavar="FILE",
         requires=("data_source=folder|data_source=volumes",),
         replaces=("class_order",),
-        incompatible_with=("labels",),
     )
     train_shards: str | None = flag(
         None,
@@ -228,24 +253,26 @@ class DataConfig:
         requires=("data_source=folder|data_source=volumes|data_source=webdataset",),
         incompatible_with=("labels",),
     )
-    columns: tuple[str, str] | None = flag(
+    columns: list[str] | None = flag(
         None,
-        "names of the table's image and label columns (default: detected if there is one of each)",
-        metavar=("IMAGE", "LABEL"),
-        requires=("data_source=parquet|data_source=huggingface",),
+        "names of the table's columns of images (with --labels, of paths) and labels; with "
+        "--multi_label, one column of 0 and 1 for each label (default: path and label with "
+        "--labels, otherwise detected if there is one of each)",
+        metavar="COLUMN",
+        requires=("data_source=parquet|data_source=huggingface|labels",),
     )
     train_split: str | None = flag(
         None,
         "name of the table's split to train on (default: train)",
         metavar="NAME",
-        requires=("data_source=parquet|data_source=huggingface",),
+        requires=("data_source=parquet|data_source=huggingface|labels",),
     )
     val_split: str | None = flag(
         None,
         "name of the table's split to validate on, such as test (default: the first that exists "
         "of validation, val, valid and test)",
         metavar="NAME",
-        requires=("data_source=parquet|data_source=huggingface",),
+        requires=("data_source=parquet|data_source=huggingface|labels",),
     )
     dataset_config_name: str | None = flag(
         None,

@@ -1,19 +1,22 @@
 """Image folders: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``; without labels, images
-anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` with neither."""
+anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` with neither. A table may
+list images anywhere below ``<root>`` instead (``--labels``)."""
 
 from data.files import read_bytes
+from data.image_table import index_table
 from data.index import FolderIndex, index_folders
 from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
 
 
 def open_folder(request: DatasetRequest) -> DataSource:
     """Index the requested splits. Raises DataFolderError."""
-    transforms = request.view.transforms(request)
+    config, transforms = request.config, request.view.transforms(request)
+    find = index_folders if config.labels is None else index_table
     splits = {
         name: FolderSplit(request, name, transforms[name], index)
-        for name, index in index_folders(request).items()
+        for name, index in find(request).items()
     }
-    return request.view.arrange(request, request.config.data_dir, splits)
+    return request.view.arrange(request, config.labels or config.data_dir, splits)
 
 
 class FolderSplit(ImageSplit):

@@ -1,14 +1,12 @@
 """The images of a split and their classes.
 
 Images are found in class folders, or anywhere below a folder if they have no labels
-(``index_split``), or are listed in a CSV table (``read_labels``). The result for large folders is
-saved in an index file.
+(``index_split``). The result for large folders is saved in an index file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import time
 from array import array
@@ -48,7 +46,7 @@ class FolderIndex:
     """By label; None for images without labels."""
     paths: Strings
     labels: np.ndarray
-    """The label of each path, int32."""
+    """The label of each path, int32; or for several labels an image 0 and 1, (paths, classes)."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of files of the split that are not images, by extension, and of hidden files."""
     folders: Sequence[str] = ()
@@ -327,64 +325,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a circle of links, or a link to where this user may not look
         return False
-
-
-# -- images listed by a CSV table ------------------------------------------------------
-
-
-_TABLE = files.SizeLimit("a table of labels", 2**30)
-"""More than ten million files."""
-
-
-def read_labels(request: DatasetRequest) -> dict[str, FolderIndex]:
-    """Return the files of each requested split of the table ``--labels``, in the table's order.
-
-    Labels are numbered by the sorted class names of all splits. Raises DataFolderError for an
-    unreadable or invalid table.
-    """
-    file, root = request.config.labels, request.config.data_dir
-    assert file is not None
-    rows: dict[str, tuple[str, str]] = {}  # label and split by path
-    with (
-        files.reporting(f"--labels {file}", "read"),
-        open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream,
-    ):
-        _TABLE.check(os.fstat(stream.fileno()).st_size)
-        table = csv.DictReader(stream)
-        columns = ("path", "label", "split")
-        missing = [name for name in columns if name not in (table.fieldnames or ())]
-        if missing:
-            raise DataFolderError(
-                f"{file} has no column {missing[0]}: --labels requires a first line with the "
-                "columns path,label,split"
-            )
-        for row in table:
-            path, label, split = ((row[name] or "").strip() for name in columns)
-            where = f"line {table.line_num} of {file}"
-            if not (path and label):
-                raise DataFolderError(f"{where} has no {'label' if path else 'path'}")
-            if split not in SPLITS:
-                raise DataFolderError(f"{where}: the split is {split!r}, must be train or val")
-            if path in rows:
-                raise DataFolderError(
-                    f"{where}: {path} was already listed; remove one of the two lines"
-                )
-            rows[path] = label, split
-
-    classes = sorted({label for label, _ in rows.values()})
-    request.check_classes(len(classes), file)
-    number_of = {name: label for label, name in enumerate(classes)}
-    indices = {}
-    for name in request.splits:
-        images = {path: label for path, (label, split) in rows.items() if split == name}
-        if not images:
-            raise DataFolderError(f"{file} lists no files with split {name}")
-        paths = Strings.of(images, root)
-        labels = np.array([number_of[label] for label in images.values()], np.int32)
-        indices[name] = FolderIndex(classes, paths, labels)
-        if not os.path.exists(paths[0]):
-            raise DataFolderError(
-                f"{file} lists {paths[0]}, which does not exist: paths must be relative to "
-                "--data_dir"
-            )
-    return indices

@@ -2,10 +2,11 @@
 
     python3 -m data.pack /datasets/imagenet-1k gs://bucket/imagenet-1k-shards --workers 8
 
-The source is an image folder, or a folder with ImageNet's archives as they are downloaded, which
-are read in place. The target is a new folder, or a URL. Files are copied as they are: broken ones
-stay broken, and images stay in their order, so that a run trains on the same as from the folder.
-The same images give the same shards, byte by byte.
+The source is an image folder, perhaps with a table of its images (``--labels``), or a folder with
+ImageNet's archives as they are downloaded, which are read in place. The target is a new folder, or
+a URL. Files are copied as they are: broken ones stay broken, and images stay in their order, so
+that a run trains on the same as from the folder. The same images give the same shards, byte by
+byte.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
 import xxhash
 from tqdm import tqdm
 
-from config_fields import path_or_url, positive
+from config_fields import flag_of, not_empty, path_or_url, positive
 from data import files
+from data.config import RANDOM_SPLIT, DataConfig
 from data.decode import SUFFIXES
 from data.files import (
     DataFolderError,
@@ -44,7 +46,8 @@ from data.files import (
     reason_of,
     regular,
 )
-from data.index import SPLITS, check_folder, folder_of_images, index_split
+from data.image_table import read_table
+from data.index import SPLITS, FolderIndex, check_folder, folder_of_images, index_split
 from data.utf8 import encodable, use_utf8
 from data.webdataset import PACK_FILE, MemberInfo, regular_members
 
@@ -65,6 +68,20 @@ Splits = dict[str, list[_Image]]
 """The images of each split, in their order."""
 
 
+def _table_images(config: DataConfig, *, labels: bool) -> tuple[Splits, list[str] | None]:
+    """Return the images that a table lists, and the names of the classes by label."""
+    indices = read_table(config, labels=labels)
+    splits = {name: _images(index) for name, index in indices.items()}
+    return splits, next(iter(indices.values())).classes
+
+
+def _images(index: FolderIndex) -> list[_Image]:
+    return [
+        _Image(path, path, 0, os.path.getsize(path), label)
+        for path, label in zip(index.paths, index.labels.tolist(), strict=True)
+    ]
+
+
 def _folder_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | None]:
     """Return the images of an image folder, and the names of the classes by label."""
     folders = {split: os.path.join(source, split) for split in SPLITS}
@@ -77,10 +94,7 @@ def _folder_images(source: str, *, labels: bool) -> tuple[Splits, list[str] | No
     splits: Splits = {}
     for split, folder in folders.items():
         index = index_split(folder, labels=labels)
-        splits[split] = [
-            _Image(path, path, 0, os.path.getsize(path), label)
-            for path, label in zip(index.paths, index.labels.tolist(), strict=True)
-        ]
+        splits[split] = _images(index)
     return splits, index.classes
 
 
@@ -203,21 +217,29 @@ class _Shard:
 
 
 def pack(
-    source: str, target: str, shard_size: int, workers: int, *, labels: bool = True
+    source: str,
+    target: str,
+    shard_size: int,
+    workers: int,
+    *,
+    labels: bool = True,
+    table: DataConfig | None = None,
 ) -> list[str]:
     """Write the images of ``source`` as shards of at most ``shard_size`` bytes; return their paths.
 
     A folder appears when it is complete. At a URL each shard does, and until all have, a file there
     says that the target is incomplete; the same call goes on where an interrupted one stopped.
-    Without ``labels`` images need no class folders, and there need be no val/. Raises
-    DataFolderError.
+    Without ``labels`` images need no class folders, and there need be no val/. ``table``: the
+    flags of the table that lists the images. Raises DataFolderError.
     """
     if is_url(source):
         raise DataFolderError(f"{source} is a URL: pack a folder on a local disk")
     if not is_url(target) and os.path.exists(target):
         raise DataFolderError(f"{target} already exists: choose another target")
     has_archives = os.path.isfile(os.path.join(source, TRAIN_ARCHIVE))
-    if has_archives and not os.path.exists(os.path.join(source, "train")):
+    if table:
+        splits, classes = _table_images(replace(table, data_dir=source), labels=labels)
+    elif has_archives and not os.path.exists(os.path.join(source, "train")):
         splits, classes = _archived_images(source, labels=labels)
     else:
         splits, classes = _folder_images(source, labels=labels)
@@ -332,6 +354,10 @@ def _size(text: str) -> int:
     return int(match[1]) * units[match[2].upper()]
 
 
+_TABLE_FLAGS = ("labels", "columns", "train_split", "val_split", "class_map", *RANDOM_SPLIT)
+"""The flags of a training that say what a table means."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="data.pack", description="Write images as WebDataset tar shards."
@@ -359,10 +385,32 @@ def main() -> None:
         action="store_true",
         help="pack images without labels, from anywhere below train/ and val/, or below source",
     )
+    for each in fields(DataConfig):
+        option = flag_of(each)
+        if option and each.name in _TABLE_FLAGS:
+            parser.add_argument(
+                f"--{each.name}",
+                type=option.kind or not_empty,
+                metavar=option.metavar,
+                default=each.default,
+                nargs="+" if each.name == "columns" else None,
+                help=option.help.replace("--data_dir", "source"),
+            )
     args = parser.parse_args()
+    given = {name: getattr(args, name) for name in _TABLE_FLAGS}
+    table = DataConfig(**given)
+    if table.labels is None and table != DataConfig():
+        parser.error("the flags of a table require --labels")
     try:
         target, labels = args.target.rstrip("/"), not args.without_labels
-        shards = pack(args.source, target, args.shard_size, args.workers, labels=labels)
+        shards = pack(
+            args.source,
+            target,
+            args.shard_size,
+            args.workers,
+            labels=labels,
+            table=table if table.labels else None,
+        )
     except (DataFolderError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError):

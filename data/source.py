@@ -68,6 +68,8 @@ class DatasetRequest:
     labels: bool = True
     """Whether images need labels. Without labels, every image has label 0, and val/ may be
     missing."""
+    multi_label: bool = False
+    """Whether an image may have several labels, or none: 0 and 1, (classes,)."""
     augment: bool = True
     """Whether training images are shuffled and augmented. Otherwise they are read like validation
     images: once, in order, skipping unreadable ones."""
@@ -93,6 +95,11 @@ class DatasetRequest:
         except ValueError as error:
             raise DataFolderError(f"--intensity: {error}") from None
         return Reading(self.channels, intensity)
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """Return the shape of an image's label."""
+        return (self.num_classes,) if self.multi_label and self.labels else ()
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -212,7 +219,7 @@ def check_several_classes(source: DataSource) -> None:
                 "model with at least two classes"
             )
         return
-    if labels.min() != labels.max():
+    if labels.ndim > 1 or labels.min() != labels.max():
         return
     name = split.classes[labels[0]] if split.classes else labels[0]
     folder = os.path.join(source.name, "train", str(name), "")
@@ -255,7 +262,9 @@ class View:
         """Return the fields for an image's label, if it has one or may be padding, and for its
         number, if images are read in order. ``shape``: of each."""
         number = Field(shape, torch.int64, padding=PADDING)
-        fields = {"target": number} if request.labels or not is_train else {}
+        fields = {}
+        if request.labels or not is_train:
+            fields["target"] = replace(number, shape=(*shape, *request.label_shape))
         return fields if is_train else fields | {"index": number}
 
     def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
@@ -402,8 +411,8 @@ class Split(Dataset):
         classes: list[str] | None = None,
         left_out: Counter[str] | None = None,
     ) -> None:
-        """``labels``: of the images, in order. ``classes``: class names by label, if known.
-        ``left_out``: number of files that are not images, by extension."""
+        """``labels``: of the images, in order, (images, *label_shape). ``classes``: class names by
+        label, if known. ``left_out``: number of files that are not images, by extension."""
         if not request.labels:
             labels, classes = np.broadcast_to(np.int32(0), len(labels)), None
         self.request, self.name, self.labels, self.classes = request, name, labels, classes
@@ -474,7 +483,7 @@ class Split(Dataset):
                     values[name] = value.narrow(rows, self.rows.start, len(self.rows))
         for name, known in (("target", self.labels[number]), ("index", number)):
             if name in self.fields:
-                values[name] = torch.tensor(int(known))
+                values[name] = torch.as_tensor(known).to(torch.int64)
         return Sample(self._declared(values, number), bad)
 
     def _declared(self, values: Batch, number: int) -> Batch:
@@ -515,7 +524,7 @@ class Split(Dataset):
                 return load(number), number, bad
             except BrokenImageError as error:
                 name = printable(self.name_of(number))
-                bad.append((name, str(error), int(self.labels[number])))
+                bad.append((name, str(error), number))
         if self.is_train:
             name, reason, _ = bad[0]
             raise DataFolderError(

@@ -83,7 +83,7 @@ _STRINGS = re.compile(r"(dictionary<values=)?(large_)?string")
 
 
 def choose_columns(
-    features: Mapping[str, Any], given: tuple[str, str] | None, where: str, *, labels: bool = True
+    features: Mapping[str, Any], given: Sequence[str] | None, where: str, *, labels: bool = True
 ) -> Columns:
     """Return the columns ``given`` (image, label), else the only ones that can be meant; without
     ``labels`` that of images alone. ``features`` is the JSON of ``datasets.Features``; ``where``
@@ -106,6 +106,10 @@ def choose_columns(
     images, numbers = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
     label: str | None
     if given:
+        if len(given) != 2:
+            raise DataFolderError(
+                f"--columns takes the names of two columns, IMAGE LABEL, not {len(given)}"
+            )
         image, label = given
     else:
         if len(images) != 1:
@@ -369,7 +373,7 @@ def open_masks(
     columns = (images[0], masks[0])
     image_split, mask_split = (
         ParquetSplit(
-            replace(request, config=replace(request.config, columns=chosen)), name, transform
+            replace(request, config=replace(request.config, columns=[*chosen])), name, transform
         )
         for chosen in (columns, columns[::-1])
     )
@@ -393,7 +397,7 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
 
 
 def _index(
-    path: str, given: tuple[str, str] | None, *, labels: bool
+    path: str, given: Sequence[str] | None, *, labels: bool
 ) -> tuple[pq.FileMetaData, Columns, _Labels]:
     """Return a file's metadata, its columns and its labels, zeros without ``labels``. Raises
     DataFolderError."""
@@ -418,8 +422,7 @@ _MOST_ROWS = 2**27
 
 def _check_row_groups(metadata: pq.FileMetaData, image: str) -> None:
     """Raise ValueError if a row group is too large for memory."""
-    if metadata.num_rows > _MOST_ROWS:
-        raise ValueError(f"it has {metadata.num_rows:,} rows; the limit is {_MOST_ROWS:,}")
+    _check_rows(metadata)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = (group.column(column) for column in range(group.num_columns))
@@ -427,6 +430,11 @@ def _check_row_groups(metadata: pq.FileMetaData, image: str) -> None:
         for sizes in ("total_compressed_size", "total_uncompressed_size"):
             size = sum(getattr(column, sizes) for column in of_images)
             _ROW_GROUP.check(size, f"row group {number}")
+
+
+def _check_rows(metadata: pq.FileMetaData) -> None:
+    if metadata.num_rows > _MOST_ROWS:
+        raise ValueError(f"it has {metadata.num_rows:,} rows; the limit is {_MOST_ROWS:,}")
 
 
 def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
@@ -438,8 +446,16 @@ def _open(path: str, metadata: Any = None) -> pq.ParquetFile:
     system, there = open_system(path)
     file = system.open(there, cache_type="none")
     if metadata is None:
-        _check_footer(file)
+        return open_file(file)
     return pq.ParquetFile(file, metadata=metadata)
+
+
+def open_file(file: IO[bytes]) -> pq.ParquetFile:
+    """Open a parquet file that may be damaged. Raises ValueError if it claims to be too large."""
+    _check_footer(file)
+    opened = pq.ParquetFile(file)
+    _check_rows(opened.metadata)
+    return opened
 
 
 def _check_footer(file: IO[bytes]) -> None:

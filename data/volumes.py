@@ -37,7 +37,8 @@ from data.files import (
     reason_of,
     regular,
 )
-from data.index import FolderIndex, index_folders, read_labels
+from data.image_table import index_table
+from data.index import FolderIndex, index_folders
 from data.index_file import Strings
 from data.source import DatasetRequest, DataSource, Split
 from data.transforms import seeded
@@ -61,7 +62,8 @@ def open_volumes(request: DatasetRequest) -> DataSource:
             f"--data_dir {root}: --data_source volumes reads parts of files and cannot use URLs: "
             "copy the files to a local disk"
         )
-    indices = index_folders(request, SUFFIXES) if config.labels is None else read_labels(request)
+    find = index_folders if config.labels is None else index_table
+    indices = find(request, SUFFIXES)
     for index in indices.values():
         check_packages(index.paths)
     splits = {name: VolumesSplit(request, name, index) for name, index in indices.items()}

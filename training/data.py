@@ -39,14 +39,16 @@ def dataset_request(
     """
     channels, *size = run.model.sizes.input_shape
     active = run.config.active_features
+    multi_label = any(feature.multi_label for feature in active)
     return DatasetRequest(
         run.config.data,
         channels,
         tuple(size),
-        run.model.sizes.num_classes if augment else ANY_CLASSES,
+        run.model.sizes.num_classes if augment or multi_label else ANY_CLASSES,
         run.config.seed,
         with_train=with_train,
         labels=labels,
+        multi_label=multi_label,
         augment=augment,
         view=view_of(run, augment=augment),
         sampler=next(filter(None, (each.sampler(run) for each in active)), None),

@@ -81,6 +81,8 @@ class Feature:
     """Whether the objective that it adds needs labels: the field ``target`` in training."""
     has_teacher: ClassVar[bool] = False
     """Whether the objective that it adds trains a second model, the moving average of the first."""
+    multi_label: ClassVar[bool] = False
+    """Whether images have several labels with it: ``DatasetRequest.multi_label``."""
     objective: ClassVar[str] = ""
     """Module and class of the ``Objective`` (``training/objectives/base.py``) of runs with it, as
     "package.module:Class", imported on use; "": the same as without it."""

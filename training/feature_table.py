@@ -21,6 +21,8 @@ FEATURES = (
     "features.dino.feature:Dino",
     "features.dino.feature:CropSizes",
     "features.dino.feature:GramTeacher",
+    "features.table_split:TableSplit",
+    "features.multi_label:MultiLabel",
     "features.mixup:Mixup",
     "features.distillation:Distillation",
     "features.image_sizes:Buckets",

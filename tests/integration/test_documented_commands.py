@@ -45,6 +45,7 @@ from tests.support.typed_with_fakes import (
     pushes,
     replays,
     trains,
+    trains_on_a_table,
 )
 
 
@@ -423,6 +424,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 -m tools.replay_step": replays,
     r"python3 -m tools.explain_profile": explains_profile,
     r"python3 run_vit_training.py --pretrained .*AI-Lab-Makerere/beans": fine_tunes_beans,
+    r"python3 run_vit_training.py .*/xrays/": trains_on_a_table,
     r"python3 -m launch.xla_dist \S+ -- gcloud": gcloud_takes_there,
     r"(timeout .* )?launch/(setup_pod|queued_resource)": on_a_pod,
     r"(cd ~ && )?python3 (-m launch\.|vit-fsdp/launch/)(xla_dist|compute_engine)": on_a_pod,

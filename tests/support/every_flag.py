@@ -42,6 +42,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "image_size_schedule": ("8:0.5 16:0.5", "8 16"),
     "aa_min_magnitude": ("0", "9"),
     "columns": ("image label",),
+    "split_by": ("writer",),
+    "val_fraction": ("0.1", "0.5"),
+    "split_seed": ("0", "7"),
     "train_split": ("train",),
     "val_split": ("validation",),
     "images_per_read": ("1", "8"),
@@ -199,7 +202,7 @@ class Item:
 def files(folder: Path) -> dict[str, tuple[str, ...]]:
     """The values of flags that name files, of a folder as ``test_every_flag.py`` makes it."""
     return {
-        "labels": (f"{folder}/volumes/labels.csv",),
+        "labels": (f"{folder}/images.csv",),
         "class_map": (f"{folder}/classes.txt",),
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
@@ -247,6 +250,11 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "koleo_group": "--koleo_group 4",
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
+        },
+        "--multi_label": {
+            "labels": f"--labels {folder}/images.csv",
+            "bce_loss": "--bce_loss",
+            "num_classes": "--num_classes 10",
         },
         "--lr_schedule wsd": {"warmup_steps": "--warmup_steps 0", "decay_steps": "--decay_steps 1"},
         # Broken graphs are compiled so alone: PyTorch does not show all that autograd saves.

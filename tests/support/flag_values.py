@@ -35,6 +35,13 @@ def write_sources(digits, folder):
     write_volumes(folder / "volumes")
     write_masked(folder / "masked", "pairs", [(16, 20)] * 6, [(16, 20)] * 3)
     (folder / "classes.txt").write_text("\n".join(map(str, range(10))))
+    with (folder / "images.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "label", "writer"), *_images()])
+
+
+def _images():
+    for number, path in enumerate(sorted(DIGITS.glob("*/*/*.png"))):
+        yield path.relative_to(DIGITS), path.parent.name, number % 50
 
 
 def write_volumes(root):

@@ -4,6 +4,7 @@ The command is typed all the same, with a stand-in for what is not here; see
 tests/integration/test_documented_commands.py.
 """
 
+import csv
 import json
 import re
 import shlex
@@ -32,7 +33,8 @@ from tests.fakes.pod import gcloud_accepts, workers_here
 from tests.support.archives import write_imagenet_archives
 from tests.support.checkpoints import write_shards_of_xla_fsdp
 from tests.support.cli import ROOT, run_program, tiny, train_tiny
-from tests.support.documented_commands import Command
+from tests.support.documented_commands import Command, commands_of
+from tests.support.documented_output import quotes, same_form
 from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tools.plan.tpu_search import candidates
@@ -115,6 +117,45 @@ def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "initial weights of hf-hub:timm/vit_tiny_patch16_224.augreg" in done.stdout
     assert re.search(r"data: AI-Lab-Makerere/beans@\w{40}: 30 training, 12 val", done.stdout)
+
+
+FINDINGS = ("edema", "effusion", "mass")
+
+
+def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """One step of run_vit_training.py, on X-rays that a table lists, or its evaluation."""
+    xrays = machine.home / "xrays"
+    (xrays / "images").mkdir(parents=True)
+    diagnoses = [["image_id", "finding", "patient_id"]]
+    findings = [["image_id", *FINDINGS, "patient_id"]]
+    for number in range(60):
+        Image.new("L", (20, 30), number).save(xrays / "images" / f"{number}.png")
+        diagnoses.append([number, f"finding {number % 5}", number // 2])
+        findings.append([number, number % 2, int(number < 20), int(number % 7 == 0), number // 2])
+    for name, rows in (("labels.csv", diagnoses), ("findings.csv", findings)):
+        with (xrays / name).open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+
+    def run(typed: Command, *flags: str) -> str:
+        words = machine.noted(typed, "python3")
+        at = ["--num_workers", "0", "--backend", "cuda", "--max_steps", "1", *flags]
+        done = run_program(*words, *at, warm=False, variables=machine.variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = ["--image_size", "16", "--batch_size", "4"]
+    if "--eval_only" not in command.text:
+        assert "labels.csv: " in run(command, *small) or "findings.csv: " in command.text
+        assert list((machine.home / "runs").glob("*/split.csv"))
+        return
+    page = ROOT / "docs/tables.md"
+    training = next(each for each in commands_of(page) if "--multi_label" in each.text)
+    run(training, *small)
+    found = run(command, "--batch_size", "4")
+    (quoted,) = (each for each in quotes() if each.line.startswith("val loss: 0.4012"))
+    assert same_form(quoted.line, found)
+    for name in FINDINGS:
+        assert re.search(rf"label: {name}, images: \d+, average_precision: ", found)
 
 
 def program_takes(flags: list[str], backend: str) -> None:

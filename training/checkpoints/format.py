@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from config_fields import is_of
-from data.config import DataConfig
+from data.config import RANDOM_SPLIT, DataConfig
 from data.files import TEXT, SizeLimit, TooLarge, printable, without_secrets
 from models.config import ModelConfig
 from training.backend import State
@@ -141,7 +141,7 @@ class SavedRun:
         return from_values(RunConfig, values)
 
 
-_OF_DATA = ("data_source", "class_order")
+_OF_DATA = ("data_source", "class_order", *RANDOM_SPLIT)
 """The flags of the data that the program reads back. Preprocessing is checked where it is used."""
 
 

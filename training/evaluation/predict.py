@@ -37,8 +37,8 @@ from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
-from training.objectives.classify import TOP, Accuracy
-from training.objectives.registry import open_objective
+from training.objectives.classify import TOP, Accuracy, Classification
+from training.objectives.registry import objective_class, open_objective
 from training.resolve import Run, resolve_model
 from training.weights.adapt import Adapter
 from training.weights.describe import describe
@@ -92,6 +92,8 @@ def predict_images(config: RunConfig, source: Source) -> None:
     if adapter.note:
         _log(adapter.note)
 
+    objective = objective_class(config)
+    assert issubclass(objective, Classification)
     make, batch_size = _reader(run, images.paths, in_arrays=in_arrays)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_files(source, verify=config.checkpoints.verify_checkpoint)
@@ -120,7 +122,7 @@ def predict_images(config: RunConfig, source: Source) -> None:
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
             ):
                 logits = model(model_input({name: x.to(device) for name, x in batch.items()}))
-            probabilities = logits.float().softmax(dim=-1)
+            probabilities = objective.probabilities(logits)
             values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
             for path, labels, likelihoods in zip(
                 paths, indices.tolist(), values.tolist(), strict=True
@@ -197,6 +199,9 @@ def _evaluate_weights(
     say(str(result))
     for line in result.by_class.lines() if result.by_class else ():
         say(line)
+    rows = result.figures_by_label(names)
+    for row in rows:
+        say(", ".join(f"{name}: {value}" for name, value in row.items()))
     report = None
     if isinstance(measure, Accuracy) and measure.keeps_predictions:
         report = gather_report(measure.predictions(), backend, data.splits[VAL], names)
@@ -211,6 +216,7 @@ def _evaluate_weights(
         say(f"report on {len(names):,} classes: {use.eval_report}")
     if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
-        print(as_json(result.values | left_out | (report.values if report else {})))
+        by_label = {"by_class": rows} if rows else {}
+        print(as_json(result.values | left_out | by_label | (report.values if report else {})))
     if not result.is_finite:
         raise RunFailed(f"the val loss of {adapter.path} is not finite", NOT_FINITE)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.batch import BadImage
+from data.batch import BadImage, class_counts
 from data.files import no_link, regular, without_secrets
 from data.source import DataSource
 from training.errors import UsageError
@@ -48,8 +48,8 @@ class BadImages:
         this."""
         self._limit, self.data, self._file, self._is_main = limit, data, file, is_main
         self._sizes = {TRAIN: data.train_length, VAL: data.val_length}
-        self._labels: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
-        """The label of each one, by split and path; None if an earlier start found it."""
+        self._numbers: dict[str, dict[str, int | None]] = {TRAIN: {}, VAL: {}}
+        """The number of each one, by split and path; None if an earlier start found it."""
         listed: list[list[str]] = []
         if file and is_main:  # it reads the file for all, so that all have the same counts
             with (
@@ -60,13 +60,13 @@ class BadImages:
         listed = exchange.broadcast_object(listed)
         self._listed = {path for path, *_ in listed}
         for path, *others in listed:
-            if others and others[-1] in self._labels:  # earlier versions wrote no split
-                self._labels[others[-1]][path] = None
+            if others and others[-1] in self._numbers:  # earlier versions wrote no split
+                self._numbers[others[-1]][path] = None
 
     @property
     def excess(self) -> str | None:
         """The error message if the limit is exceeded; the same in all processes."""
-        total = sum(map(len, self._labels.values()))
+        total = sum(map(len, self._numbers.values()))
         advice = f": fix or remove them, or allow more with --max_bad_images {total}"
         if isinstance(self._limit, int):
             if total <= self._limit:
@@ -74,7 +74,7 @@ class BadImages:
             return (
                 f"{total:,} images cannot be read, more than --max_bad_images {self._limit}{advice}"
             )
-        for split, paths in self._labels.items():
+        for split, paths in self._numbers.items():
             size = self._sizes[split]
             most = math.ceil(size * Fraction(self._limit.rstrip("%")) / 100)
             if len(paths) > most:
@@ -94,9 +94,9 @@ class BadImages:
         All processes must call this."""
         new: dict[str, str] = {}
         for part in exchange.all_gather_object(reader.bad_images()):
-            for name, reason, label in part:
+            for name, reason, number in part:
                 path = without_secrets(name)
-                self._labels[split][path] = label
+                self._numbers[split][path] = number
                 if path not in self._listed:
                     new[path] = reason
         self._listed |= new.keys()
@@ -125,13 +125,17 @@ class BadImages:
         """Return an evaluation with the number of unreadable images, and the classes without any
         readable one, and the classes named. ``names``: by label (default: those of the data)."""
         names = self.data.classes or [] if names is None else names
-        unreadable = [label for label in self._labels[VAL].values() if label is not None]
-        labels = np.asarray(self.data.splits[VAL].labels)
-        lost = tuple(
-            names[label] if label < len(names) else f"class {label}"
-            for label in sorted(set(unreadable))
-            if unreadable.count(label) == np.count_nonzero(labels == label)
-        )
+        unreadable = [number for number in self._numbers[VAL].values() if number is not None]
+        lost: tuple[str, ...] = ()
+        if unreadable:
+            labels = np.asarray(self.data.splits[VAL].labels)
+            counts = class_counts(labels)
+            bad_counts = class_counts(labels[unreadable], len(counts))
+            lost = tuple(
+                names[label] if label < len(names) else f"class {label}"
+                for label in np.flatnonzero(bad_counts).tolist()
+                if bad_counts[label] == counts[label]
+            )
         by_class = result.by_class and result.by_class.named(names)
         return replace(result, left_out=len(unreadable), lost_classes=lost, by_class=by_class)
 

@@ -5,7 +5,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
@@ -54,6 +54,17 @@ class Evaluation:
         values = {"val_loss": self.loss, **tops, "val_images": self.images}
         values |= self.by_class.values if self.by_class else {}
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def quality(self) -> str:
+        """The figures besides the loss, in words; "" if there are none."""
+        if self.top1 is None:
+            return ""
+        return f"accuracy {self.top1:.2f} %, top-5 {self.top5:.2f} %"
+
+    def figures_by_label(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the figures of each label where images have several. ``names``: by label."""
+        return []
 
     def __str__(self) -> str:
         images = f"{self.images:,}"
@@ -203,7 +214,7 @@ def damaged_lines(left_out: int) -> str:
 
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
-    defaults = {"val_loss": None, "val_top1": 0.0, "ema_val_loss": 0.0}
+    defaults = {"val_loss": None, "val_top1": 0.0, "val_map": 0.0, "ema_val_loss": 0.0}
     return {
         record["step"]: record
         for record in records
@@ -222,16 +233,17 @@ def frozen_steps(records: list[dict[str, Any]]) -> dict[str, set[int]]:
 
 
 def decisive(record: dict[str, Any], name: str) -> float:
-    """Return an evaluation's "val_top1" or "val_loss"; that of the EMA if there is one."""
+    """Return a figure of an evaluation, such as "val_loss"; that of the EMA if there is one."""
     ema = record.get(f"ema_{name}")
     return record[name] if ema is None else ema
 
 
 def score(record: dict[str, Any]) -> float:
-    """Return the score of an evaluation of ``evaluations``, higher is better: the top-1 or, without
-    labels, the negated loss."""
-    if "val_top1" in record:
-        return decisive(record, "val_top1")
+    """Return the score of an evaluation of ``evaluations``, higher is better: the top-1, for
+    several labels an image the mean average precision or, without labels, the negated loss."""
+    for name in ("val_top1", "val_map"):
+        if name in record:
+            return decisive(record, name)
     return -decisive(record, "val_loss")
 
 
@@ -254,6 +266,8 @@ def summary(record: dict[str, Any]) -> str:
     name, what, form = ("val_loss", "val loss", "{:.4f}")
     if "val_top1" in record:
         name, what, form = ("val_top1", "val top-1", "{:.2f} %")
+    elif "val_map" in record:
+        name, what, form = ("val_map", "val mAP", "{:.4f}")
     ema = record.get(f"ema_{name}")
     text = f"{what} {form.format(record[name])}"
     return text if ema is None else f"{text} (weights), {form.format(ema)} (EMA)"

@@ -368,8 +368,8 @@ class Reports:
             # These are the same for any weights.
             values |= {name: ema_values[name] for name in ema_values if name not in _OF_IMAGES}
             text = f"weights: {text}; EMA: val loss {ema.loss:.4f}"
-            if ema.top1 is not None:
-                text += f", accuracy {ema.top1:.2f} %, top-5 {ema.top5:.2f} %"
+            if ema.quality:
+                text += f", {ema.quality}"
         pictures = (ema or result).pictures
         if pictures is not None and self._active:
             for sink in self._sinks:

@@ -74,6 +74,11 @@ class Classification(Objective):
         images, not by the sum of their weights, which differs from part to part of a batch."""
         return F.cross_entropy(logits, labels, weight=self._class_weights)
 
+    @staticmethod
+    def probabilities(logits: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of the classes, (images, classes)."""
+        return logits.float().softmax(dim=-1)
+
     def frozen_models(self) -> dict[str, nn.Module]:
         return {"teacher": self._teacher.model} if self._teacher else {}
 
@@ -123,7 +128,11 @@ class Classification(Objective):
 
 def smoothed(labels: torch.Tensor, classes: int, smoothing: float) -> torch.Tensor:
     """Return smoothed one-hot labels, (images, classes), fp32, like timm's ``mixup_target``, but by
-    comparison, without a scatter on the devices."""
+    comparison, without a scatter on the devices. ``labels``: (images,), or for several labels an
+    image 0 and 1, (images, classes), which are smoothed towards 1/2, as in timm's
+    ``BinaryCrossEntropy``."""
+    if labels.ndim > 1:
+        return labels * (1.0 - smoothing) + smoothing / 2
     other = smoothing / classes
     is_label = labels[:, None] == torch.arange(classes, device=labels.device)
     return is_label * (1.0 - smoothing) + other

@@ -14,7 +14,7 @@ from typing import Any
 
 from timm.data import ImageNetInfo
 
-from data.config import CROP_MODES, INTERPOLATIONS, DataConfig, Preprocessing
+from data.config import CROP_MODES, INTERPOLATIONS, RANDOM_SPLIT, DataConfig, Preprocessing
 from data.files import parse_object
 from data.intensity import is_intensity
 from models.config import ModelConfig
@@ -128,13 +128,17 @@ def describe(source: Source) -> ModelHints:
 
 
 def settings_of(saved: SavedRun, data: DataConfig) -> dict[str, Any]:
-    """Return the model, objective, preprocessing and class order of a checkpoint's run by field
-    name. ``data``: what numbers the classes now. Raises UsageError for invalid values."""
+    """Return the model, objective, preprocessing, class order and random split of a checkpoint's
+    run by field name. ``data``: what numbers the classes now. Raises UsageError for invalid
+    values."""
     # Runs before the flag had the whole range.
     preprocessing = asdict(preprocessing_of({"intensity": "full"} | saved.arguments, saved.path))
     of_weights = by_field(*flags_of_model(), *flags_of_weights())
     values = {name: each for name, each in flat(saved.config).items() if name in of_weights}
     values |= preprocessing
+    if data.labels:  # the same images are for validation
+        split = {name: saved.arguments[name] for name in RANDOM_SPLIT if name in saved.arguments}
+        values |= split
     numbers_folders = data.data_source in ("folder", "volumes") and not data.labels
     if numbers_folders and data.class_map is None:
         values["class_order"] = saved.arguments.get("class_order")
@@ -196,8 +200,8 @@ def take_over_described(
     """
     if source.run:
         values = settings_of(source.run, config.data)
-        of_training = by_field(*flags_of_weights())
-        kept = of_training.keys() | config.explicitly_set  # auto, too: the images are others
+        of_other_run = {*by_field(*flags_of_weights()), *RANDOM_SPLIT}
+        kept = of_other_run | config.explicitly_set  # auto, too: the images are others
         values = {name: each for name, each in values.items() if name not in kept}
         return take_over(config, values, source.path), source
     hints = describe(source)

@@ -184,7 +184,7 @@ def test_a_map_may_have_classes_without_a_folder(twelve, trained, capsys, tmp_pa
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("0\n1\n", "lacks class folders of the images: 10, 11, 2, 3, 4, ...; add a line"),
+        ("0\n1\n", "lacks classes of the images: 10, 11, 2, 3, 4, ...; add a line"),
         ("0\n1\n1\n", "contains 1 2 times"),
         ("0\n\n\n1\n", "contains an empty line 2 times"),
         (None, "No such file or directory"),

@@ -167,15 +167,15 @@ def test_images(tmp_path, suffix, channels):
 
 
 def test_a_table_of_labels(tree, tmp_path):
-    rows = [("train/a/00.npy", "sick", "val"), ("val/b/13.npz", "dead", "train")]
-    rows += [("train/b/01.npz", "alive", "train"), (tree / "val/a/12.npy", "sick", "val")]
+    rows = [("train/a/00.npy", "dead", "val"), ("val/b/13.npz", "dead", "train")]
+    rows += [("train/b/01.npz", "alive", "train"), (tree / "val/a/12.npy", "alive", "val")]
     text = "id,split,label,path\n" + "".join(f"x,{s},{c},{p}\n" for p, c, s in rows)
     (tmp_path / "labels.csv").write_text("\ufeff" + text, encoding="utf-8")
     source = opened(tree, labels=str(tmp_path / "labels.csv"), batch_size=2)
-    assert source.classes == ["alive", "dead", "sick"]
+    assert source.classes == ["alive", "dead"]
     assert (source.train_length, source.val_length) == (2, 2)
     found = all_of(source.val_loader(2, BatchShard()))
-    assert found["target"].tolist() == [2, 2]
+    assert found["target"].tolist() == [1, 0]
     for image, number in zip(found["image"], (0, 12), strict=True):
         np.testing.assert_allclose(image[0], volume(number)[1:9, 1:13, 2:18] / 65535, rtol=1e-6)
     assert sorted(all_of(source.train_loader(2, BatchShard()))["target"].tolist()) == [0, 1]
@@ -193,8 +193,8 @@ GOOD = "path,label,split\ntrain/a/00.npy,x,train\nval/a/12.npy,x,val\n"
         (None, "labels.csv cannot be read: No such file or directory"),
         ("", "has no column path: --labels requires a first line with the columns"),
         (
-            GOOD.replace(",x,val", ",x,test"),
-            "line 3 of .* the split is 'test', must be train or val",
+            GOOD.replace(",x,val", ",x,other"),
+            "lists no files with split val: write val in its column split, or set --val_split",
         ),
         (GOOD.replace(",x,train", ",,train"), "line 2 of .* has no label"),
         (GOOD + "train/a/00.npy,y,val\n", "line 4 of .* train/a/00.npy was already listed"),
