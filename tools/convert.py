@@ -300,6 +300,8 @@ def timm_config(run: checkpoint.SavedRun) -> dict[str, Any] | None:
     }
     if sizes.input_shape[0] == 3:  # else timm would sum its weights over the channels
         config["pretrained_cfg"]["first_conv"] = model.patch_projection
+    if preprocessing.intensity != "auto":  # timm refuses unknown names in pretrained_cfg
+        config["intensity"] = preprocessing.intensity
     return config | ({"label_names": run.classes} if run.classes else {})
 
 

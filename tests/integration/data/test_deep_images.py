@@ -79,7 +79,7 @@ def ranged(deep, tmp_path_factory):
 def test_losses_are_those_of_8_bits(of_plain, ranged):
     assert ranged.column("loss") == of_plain.column("loss")
     assert ranged.evaluations[-1]["val_loss"] == of_plain.evaluations[-1]["val_loss"]
-    assert ranged.run_file["intensity"] == [str(LOW), str(HIGH)]
+    assert ranged.run_file["arguments"]["intensity"] == [str(LOW), str(HIGH)]
 
 
 def test_what_a_run_has_is_used_in_evaluation_and_prediction(deep, plain, of_plain, ranged):
@@ -105,13 +105,13 @@ def test_auto_is_decided_once_and_stored(deep, tmp_path):
     values = np.stack([values for name, values in digits() if name.startswith("train")])
     low, high = np.percentile(values, (0.5, 99.5))
     words = ["auto", str(int(np.floor(low))), str(int(np.ceil(high)))]
-    assert found.run_file["intensity"] == words
+    assert found.run_file["arguments"]["intensity"] == words
     assert f"--intensity auto: {low:,.0f} to {np.ceil(high):,.0f} become 0 to 255" in found.stdout
     explicit = train_tiny_gpu(
         tmp_path / "explicit", "--data_dir", str(deep), "--intensity", *words[1:]
     )
     assert found.column("loss") == pytest.approx(explicit.column("loss"), rel=1e-5)
-    assert explicit.run_file["intensity"] == words[1:]
+    assert explicit.run_file["arguments"]["intensity"] == words[1:]
 
     # A run that goes on has the range that it has chosen, even if auto is typed again.
     saved = read_saved_run(tmp_path / "step_6")
@@ -136,8 +136,8 @@ def test_bands(tmp_path):
     on_xla = train_tiny(tmp_path / "xla", *flags)
     on_fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", *flags, processes=2)
     assert on_fsdp2.column("loss") == pytest.approx(on_xla.column("loss"), rel=1e-4)
-    assert len(on_xla.run_file["intensity"]) == 1 + 2 * 5
-    assert on_xla.run_file["intensity"] == on_fsdp2.run_file["intensity"]
+    assert len(on_xla.run_file["arguments"]["intensity"]) == 1 + 2 * 5
+    assert on_xla.run_file["arguments"]["intensity"] == on_fsdp2.run_file["intensity"]
 
 
 # -- bad input -------------------------------------------------------------------------
