@@ -174,7 +174,7 @@ _DECODING_THREADS = 4
 
 def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
     """Look at a sample of the images: what ``--intensity`` auto is, and how much is left of them.
-    Raises DataFolderError if nothing is."""
+    Raises DataFolderError if nothing is, or if none has as many bands as the model takes."""
     split = next(iter(source.splits.values())).encoded
     intensity = request.reading.intensity
     is_undecided = intensity.kind == "auto" and not intensity.numbers
@@ -185,13 +185,17 @@ def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
     if intensity.kind == "full":  # whose images Pillow converts to bytes
         reading = replace(reading, intensity=Intensity("range", (0, 1)))
 
+    bands = Counter[int]()
+
     def read_one(number: int) -> RawImage | None:
         try:
-            if is_plain(split.read(number, HEAD)):
+            if reading.is_color and is_plain(split.read(number, HEAD)):
                 return None
             raw = read_raw(split.read(number), reading)
         except BrokenImageError:  # training and evaluation report it when they read it
             return None
+        if raw is not None:
+            bands[raw.values.shape[2]] += 1
         is_bytes = raw and raw.values.dtype == np.uint8 and not raw.window
         return None if raw is None or is_bytes else raw.sample()
 
@@ -200,9 +204,16 @@ def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
             return [raw for raw in pool.map(read_one, numbers) if raw is not None]
 
     try:
-        return measure(len(split), request.seed, intensity, read)
+        measured = measure(len(split), request.seed, intensity, read)
     except ValueError as error:
         raise DataFolderError(f"{source.name}: {error}") from None
+    if bands and not reading.is_color and reading.channels not in bands:
+        has = " or ".join(str(count) for count in sorted(bands))
+        of_them = "band" if has == "1" else "bands"
+        raise DataFolderError(
+            f"--in_chans {reading.channels}: images of {source.name} have {has} {of_them}"
+        )
+    return measured
 
 
 def check_several_classes(source: DataSource) -> None:

@@ -88,15 +88,15 @@ def _check_feature(
     """Raise UsageError if the feature names flags, fields or words that do not exist. ``names``:
     flags by all their names; ``known``: by field."""
     who = type(feature).__name__
+    for field in feature.choices:
+        if field not in known:
+            raise UsageError(f"{who}.choices has {field}, but no flag has this field")
     for attribute in ("turned_on_by", "requires_it", "excludes", "ignores"):
         for words in getattr(feature, attribute):
             name, _, word = words.partition(" ")
             words_of = names[name].choices if name in names else ()
             if name not in names or (word and words_of and word not in words_of):
                 raise UsageError(f"{who}.{attribute} has {words}, but there is no such flag")
-    for field in feature.choices:
-        if field not in known:
-            raise UsageError(f"{who}.choices has {field}, but no flag has this field")
     for source in feature.sources:
         if source not in known["data_source"].choices:
             raise UsageError(

@@ -29,6 +29,7 @@ from tests.support.typed_with_fakes import (
     consolidates,
     docker_builds,
     docker_runs,
+    draws_xrays,
     explains_profile,
     fine_tunes_beans,
     gcloud_sets_it,
@@ -284,7 +285,7 @@ RUN: dict[str, Run] = {
     "python3 -m data.pack /datasets/imagenet-1k": Run(
         (r"^2 shards: /\S+/datasets/imagenet-1k-shards$",), trained=True
     ),
-    "python3 -m tools.show_augmentations": Run(leaves=("augmented.png",), long=True),
+    "python3 -m tools.show_augmentations --data_source": Run(leaves=("augmented.png",), long=True),
     "python3 -m tools.goodput --chips 64": Run(
         (r"^  save every 37 min 18 s of training \(Daly\): expected goodput 90\.96%, ",),
         quoted=True,
@@ -422,6 +423,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"\(cd ~ && for image|photos=~/upright": prepares_photographs,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
     r"python3 -m tools.replay_step": replays,
+    r"python3 -m tools.show_augmentations .*/xrays": draws_xrays,
     r"python3 -m tools.explain_profile": explains_profile,
     r"python3 run_vit_training.py --pretrained .*AI-Lab-Makerere/beans": fine_tunes_beans,
     r"python3 run_vit_training.py .*/xrays/": trains_on_a_table,

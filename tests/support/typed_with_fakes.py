@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -120,6 +121,20 @@ def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None
 
 
 FINDINGS = ("edema", "effusion", "mass")
+
+
+def draws_xrays(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """tools.show_augmentations, of images of 12 bits and five classes."""
+    for split in ("train", "val"):
+        for number in range(10):
+            folder = machine.folder / "datasets" / "xrays" / split / f"finding_{number % 5}"
+            folder.mkdir(parents=True, exist_ok=True)
+            values = np.random.default_rng(number).integers(0, 4096, (30, 20), np.uint16)
+            Image.fromarray(values).save(folder / f"{number}.png")
+    *words, _ = machine.noted(command, "python3")
+    picture = tmp_path / "augmented.png"
+    subprocess.run([sys.executable, *words, str(picture)], cwd=ROOT, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def told_in_one_line(capsys, *flags: object) -> str:
         code = stop.code
     assert code == 2
     output = capsys.readouterr()
-    assert output.out == ""
+    assert output.out == "", output.out[-800:]
     (line,) = output.err.splitlines()
     assert line.startswith("run_vit_training.py: error: ")
     if " requires --backend xla, " in line:  # which it is where there is no torch_xla

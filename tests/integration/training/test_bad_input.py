@@ -116,7 +116,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--lr inf", "'inf' is not a finite number"),
         ("--mean 123 117 104", "123 must be at least 0 and at most 1"),
         (f"--max_steps {'9' * 5000}", f"'{'9' * 40}...' is not a whole number"),
-        ("--in_chans 2", "--in_chans 2: images have 3 channels (RGB) or 1 (gray)"),
+        ("--in_chans 2", "have 1 band"),
         ("--embed_dim 32 --mlp_ratio 0.01", "--mlp_ratio 0.01 gives an MLP of width 0"),
         ("--data_dir=", "argument --data_dir: must not be empty (is a shell variable unset?)"),
         ("--batch 16", "unknown flag --batch: did you mean --batch_size?"),

@@ -202,6 +202,7 @@ def test_eval_only_repeats_the_runs_own(name, flags, processes, trained, files, 
     assert done.returncode == 0, done.stderr
     result, expected = json.loads(done.stdout), trained.evaluations[-1]
     keys = "val_loss val_top1 val_top5 val_images bad_images lost_classes"
+    keys += " val_balanced_accuracy val_worst_recall val_largest_class"
     of_report = "balanced_accuracy macro largest_class calibration classes confusion errors"
     assert {*result} == {*keys.split(), *of_report.split()}
     assert result["bad_images"] == 0
@@ -345,7 +346,7 @@ def test_eval_only_of_a_checkpoint_that_its_run_removes(trained, words, tmp_path
         shutil.rmtree(source.path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.evaluation.trained.check_files", removed)
+        patch.setattr("training.weights.adapt.check_files", removed)
         flags += ["--eval_only", "--resume", str(folder), "--data_dir", str(words)]
         assert run_vit_training.main(flags) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]

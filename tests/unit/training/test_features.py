@@ -1,12 +1,17 @@
 """The table of features: what they declare is there, and a feature that nobody knows takes part."""
 
+import math
 import typing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch
 
 from config_fields import flag, positive
+from data.batch import PADDING, Field
+from data.source import View
 from models.config import ModelError
 from models.spec import ModelSpec
 from run_vit_training import CONFIGS, read_flags
@@ -17,6 +22,8 @@ from training.errors import UsageError
 from training.feature import Feature
 from training.feature_table import features, set_added_features
 from training.flags import by_field, flag_fields, flat, from_values
+from training.logs.records import Evaluation
+from training.objectives.base import MeanLoss
 from training.rules import check_rules
 
 pytestmark = pytest.mark.fast
@@ -185,3 +192,32 @@ def test_what_it_refuses_is_told(words, told, strange):
         resolved("--strangeness", "2", *words.split())
     assert str(refused.value).startswith(told)
     resolved(*words.split())
+
+
+# -- what an objective of ones own is given ------------------------------------------------------
+
+
+def test_mean_loss_leaves_out_padding():
+    one_device = SimpleNamespace(sum=lambda values: values)
+    losses = {0: [1.0, 4.0], 1: [7.0, math.nan]}  # the last is padding
+    measure = MeanLoss(lambda model, batch: torch.tensor(losses[model]), one_device)
+    for number, index in ((0, [0, 1]), (1, [2, PADDING])):
+        values = measure.of_batch(number, {"index": torch.tensor(index)})
+        measure.add({name: value.tolist() for name, value in values.items()})
+    assert measure.result() == Evaluation(4.0, images=3)
+    assert not MeanLoss(lambda model, batch: None, one_device).result().images
+
+
+def test_noise_is_drawn_from_the_values_that_a_field_may_have():
+    fields = {
+        "id": Field((1000,), torch.int64, below=7),
+        "mask": Field((1000,), torch.bool),
+        "unknown": Field((2,), torch.int32),
+    }
+    noise = View().noise(None, fields, 0, torch.Generator().manual_seed(0))
+    assert {name: values.dtype for name, values in noise.items()} == {
+        name: each.dtype for name, each in fields.items()
+    }
+    assert noise["id"].unique().tolist() == list(range(7))
+    assert 300 < noise["mask"].sum() < 700
+    assert noise["unknown"].tolist() == [0, 0]
