@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -66,6 +67,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = left[part - 1 :: parts]
     del left[part - 1 :: parts]
     config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture(autouse=True)
+def quick_garbage_collection():
+    """The program collects garbage whenever it ends, in some tests in this process: without this,
+    it would search the millions of objects of modules and of other tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
