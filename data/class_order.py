@@ -35,7 +35,7 @@ def in_order(
         )
     if missing := sorted(set(folders) - set(names)):
         raise DataFolderError(
-            f"--class_map {class_map} lacks class folders of the images: {first_of(missing)}; add "
-            "a line with the name of each class folder"
+            f"--class_map {class_map} lacks classes of the images: {first_of(missing)}; add "
+            "a line with the name of each class"
         )
     return names

@@ -10,7 +10,7 @@ from training.flags import typed_if_set
 
 _IN_COLOR = "it is defined for gray and color images"
 _INCOMPATIBLE = {
-    **dict.fromkeys(("--aa", "--color_jitter", "--objective dino"), _IN_COLOR),
+    **dict.fromkeys(("--aa", "--color_jitter"), _IN_COLOR),
     **dict.fromkeys(("--native_resolution", "--segment_probe", "--segment_probe_every"), ""),
 }
 

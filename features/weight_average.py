@@ -38,10 +38,11 @@ def warnings(config: EmaConfig, updates: int) -> list[str]:
     if updates < 2 or left <= _MOST_LEFT:  # the first update copies the weights
         return []
     faster = 1 - float(f"{1 - _LITTLE_LEFT ** (1 / (updates - 1)):.1g}")
-    warmup = "" if config.model_ema_warmup else "add --model_ema_warmup, or "
+    how = f"use --model_ema_decay {faster:g} or less"
+    if not config.model_ema_warmup:
+        how = f"add --model_ema_warmup, or use --model_ema_decay {faster:g} or less"
     return [
         f"warning: after the {updates:,} steps of this run, {left:.0%} of the EMA of the weights "
         f"are still the first weights (--model_ema_decay {config.model_ema_decay:g}), so its "
-        f"accuracy says little: {warmup}use --model_ema_decay {faster:g} or less "
-        "(docs/ema_and_schedules.md)"
+        f"accuracy says little: {how} (docs/ema_and_schedules.md)"
     ]

@@ -575,6 +575,10 @@ class RunConfig:
             if any(typed_if_set(words, self) for words in feature.turned_on_by)
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what another process finds again, with its own features."""
+        return {name: value for name, value in vars(self).items() if name != "active_features"}
+
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments that flags set for the model, by name; see ``open_model``."""
         return self.model.overrides() | self.added_arguments()

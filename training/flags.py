@@ -420,6 +420,7 @@ def parse(
         before_flags([word.text for word in words])
         known = [option for config in configs.values() for option in flag_fields(config)]
         names = {name for option in known for name in (*option.names, *option.bare_names)}
+        words = _with_our_names(words, names)
         parser = build_parser(known)
         parser.flags = [word for word in words if word.text.partition("=")[0] in names]
         namespace, unknown = parser.parse_known_args([word.text for word in words])
@@ -443,22 +444,43 @@ def parse(
     return {name: from_values(config, values) for name, config in configs.items()}
 
 
+def _with_our_names(words: Sequence[Word], names: Collection[str]) -> list[Word]:
+    """Return the words with hyphens or underscores in flags as the program has them."""
+    by_plain = {name.replace("-", "_"): name for name in names}
+
+    def named(word: Word) -> Word:
+        name, equals, value = word.text.partition("=")
+        if not name.startswith("--") or name in names:
+            return word
+        name = by_plain.get(name.replace("-", "_"), name)
+        return word._replace(text=f"{name}{equals}{value}")
+
+    return [named(word) for word in words]
+
+
 def _unknown_words(
     unknown: Sequence[str], words: Sequence[Word], names: Collection[str]
 ) -> _Mistake:
-    """Return the error of unknown words: of all that are other programs', else of the first."""
+    """Return the error of unknown words: of all flags, and of all words that are other programs';
+    if there are none, of the first."""
     places = {word.text: word.place for word in words}
-    if foreign := meanings(unknown):
-        texts = [places[word] + text for word, text in foreign.items()]
-        return _Mistake("; ".join(texts), see="docs/coming_from.md")
+    foreign = meanings(unknown)
+    texts = []
+    for word in unknown:
+        if word in foreign:
+            texts.append(places[word] + foreign[word])
+        elif word.startswith("--"):
+            near = difflib.get_close_matches(word.partition("=")[0], sorted(names), n=1)
+            meant = f": did you mean {near[0]}?" if near else ""
+            texts.append(f"{places[word]}unknown flag {word}{meant}")
+    if texts:
+        mistake = "; ".join(dict.fromkeys(texts))
+        return _Mistake(mistake, see="docs/coming_from.md") if foreign else _Mistake(mistake)
     wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
-    place = places[wrong]
-    if not wrong.startswith("-"):
-        as_flag = ": settings are flags, as in --lr 1e-4" if "=" in wrong else ""
-        return _Mistake(f"{place}unrecognized argument: {wrong}{as_flag}")
-    near = difflib.get_close_matches(wrong.partition("=")[0], sorted(names), n=1)
-    meant = f": did you mean {near[0]}?" if near else ""
-    return _Mistake(f"{place}unknown flag {wrong}{meant}")
+    if wrong.startswith("-"):
+        return _Mistake(f"{places[wrong]}unknown flag {wrong}")
+    as_flag = ": settings are flags, as in --lr 1e-4" if "=" in wrong else ""
+    return _Mistake(f"{places[wrong]}unrecognized argument: {wrong}{as_flag}")
 
 
 def tell(error: UsageError, hint: str = "") -> None:

@@ -1,8 +1,9 @@
 """What to type here in place of the flags and settings of other programs.
 
 A table per program: its words, as its users type them, and what they mean here. ``{}`` stands for
-the word's value. docs/coming_from.md explains the same words;
-tests/unit/training/test_foreign_flags.py holds both together.
+the word's value. docs/coming_from.md and docs/coming_from_timm.md explain the same words;
+tests/unit/training/test_foreign_flags.py holds both together. Words that are flags here, but for
+hyphens in place of underscores, are not in the tables.
 """
 
 import re
@@ -131,7 +132,6 @@ SHARD_TENSOR = {
 FSDP_TUTORIAL = {
     "--nproc_per_node": Meaning(note="NPROC_PER_NODE=N before launch/torchrun.sh"),
     "--nnodes": Meaning(note="NNODES=N before launch/torchrun.sh"),
-    "--batch-size": Meaning("--batch_size {}", "times the devices: it is global"),
     "--test-batch-size": Meaning(note="evaluation uses --batch_size"),
     "--epochs": Meaning("--num_epochs {}"),
     "--gamma": Meaning("--lr_schedule step --decay_epochs 1 --decay_rate {}"),
@@ -168,7 +168,166 @@ FSDP_TUTORIAL = {
 }
 """PyTorch's FSDP tutorials, and their code in pytorch/examples (FSDP, FSDP2, mnist)."""
 
-TABLES = (RECIPE, SHARD_TENSOR, FSDP_TUTORIAL)
+_ALL_DEVICES = "times the devices: it is global"
+_BY_TORCHRUN = Meaning(note="launch/torchrun.sh sets it")
+_NO_TEXT = Meaning(note="models are trained on images alone, without text")
+
+TIMM = {
+    # data
+    "--dataset": Meaning(note="hfds/NAME: --data_source huggingface --data_dir NAME"),
+    "--input-size": Meaning("--image_size {}", "height and width; channels: --in_chans"),
+    "-b": Meaning("--batch_size {}", _ALL_DEVICES),
+    "-vb": Meaning(note="evaluation uses --batch_size"),
+    "--validation-batch-size": Meaning(note="evaluation uses --batch_size"),
+    "-j": Meaning("--num_workers {}"),
+    "--workers": Meaning("--num_workers {}"),
+    "--pin-mem": Meaning(note="always, on GPUs"),
+    "--no-prefetcher": Meaning(note="images are normalized on the devices"),
+    "--use-multi-epochs-loader": Meaning(note="always: loader processes live through epochs"),
+    "--no-aug": Meaning("--scale 1 1 --ratio 1 1 --hflip 0"),
+    "--jsd-loss": Meaning(note="there is no loss of Jensen-Shannon divergence"),
+    # model
+    "--gp": Meaning("--global_pool {}"),
+    "--initial-checkpoint": Meaning("--init_from {}"),
+    "--no-resume-opt": Meaning("--init_from CHECKPOINT", "instead of --resume"),
+    "--drop": Meaning("--drop_rate {}"),
+    "--drop-path": Meaning("--drop_path_rate {}"),
+    "--grad-checkpointing": Meaning("--grad_ckpt full", "default"),
+    "--torchcompile": Meaning("--compile", "GPUs; XLA always compiles"),
+    "--sync-bn": Meaning(note="Vision Transformers have no batch norms"),
+    "--amp": Meaning("--precision bf16", "weights and optimizer state stay fp32"),
+    "--amp-dtype": Meaning(
+        "--precision {}", "", {"bfloat16": "--precision bf16", "float16": "--precision fp16"}
+    ),
+    # optimizer and schedule
+    "--opt": Meaning("--optimizer {}", "adamw, lion or muon"),
+    "--opt-eps": Meaning("--eps {}"),
+    "--opt-betas": Meaning("--betas {}"),
+    "--momentum": Meaning("--betas {} 0.999", "there is no SGD"),
+    "--clip-grad": Meaning("--clip_grad_norm {}", "default: 1"),
+    "--clip-mode": Meaning(note="--clip_grad_norm clips by the global norm"),
+    "--lr-base": Meaning("--lr {}", "not scaled by the batch: there it is by sqrt(batch / 256)"),
+    "--sched": Meaning("--lr_schedule {}", "cosine, linear, constant, step or wsd"),
+    "--sched-on-updates": Meaning(note="always: schedules change at each step"),
+    "--cooldown-epochs": Meaning(note="the schedule ends with the last epoch"),
+    # runs
+    "--output": Meaning("--ckpt_dir {}", "one folder per run"),
+    "--experiment": Meaning("--ckpt_dir {}", "one folder per run"),
+    "--checkpoint-hist": Meaning("--keep_checkpoints {}"),
+    "--recovery-interval": Meaning("--ckpt_step_interval {}"),
+    "--eval-metric": Meaning("--ckpt_best", by_value={"loss": "--ckpt_best lowest_loss"}),
+    "--tta": Meaning(note="evaluation has no test-time augmentation"),
+    "--log-wandb": Meaning("--wandb PROJECT"),
+    "--wandb-project": Meaning("--wandb {}"),
+}
+"""timm's training script."""
+
+OPEN_CLIP = {
+    "--train-data": Meaning("--data_dir {}"),
+    "--dataset-type": Meaning(
+        "--data_source {}", "", {"webdataset": "--data_source webdataset", "auto": ""}
+    ),
+    "--train-num-samples": Meaning(note="an epoch has all images; --max_steps ends a run earlier"),
+    "--imagenet-val": Meaning("--data_dir {}", "the folder above val/, with --eval_only"),
+    "--wd": Meaning("--weight_decay {}", "of norms and biases too: --no_decay norms biases"),
+    "--beta1": Meaning("--betas {} 0.98", "both in one flag"),
+    "--beta2": Meaning("--betas 0.9 {}", "both in one flag"),
+    "--warmup": Meaning("--warmup_steps {}"),
+    "--lr-scheduler": Meaning("--lr_schedule {}", "", {"const": "--lr_schedule constant"}),
+    "--skip-scheduler": Meaning("--lr_schedule constant"),
+    "--grad-clip-norm": Meaning("--clip_grad_norm {}", "default: 1"),
+    "--accum-freq": Meaning("--grad_accum_steps {}", "--batch_size stays the images of a step"),
+    "--force-patch-dropout": Meaning("--patch_drop_rate {}"),
+    "--aug-cfg": Meaning(note="each augmentation has a flag: --scale, --color_jitter, --reprob"),
+    "--name": Meaning("--ckpt_dir {}"),
+    "--logs": Meaning("--ckpt_dir {}", "logs are in it, too"),
+    "--save-frequency": Meaning("--ckpt_epoch_interval {}"),
+    "--val-frequency": Meaning("--test_epoch_interval {}"),
+    "--delete-previous-checkpoint": Meaning("--keep_checkpoints 1"),
+    "--save-most-recent": Meaning(note="--resume auto continues from the newest checkpoint"),
+    "--report-to": Meaning("--wandb PROJECT", "TensorBoard is always written"),
+    "--wandb-project-name": Meaning("--wandb {}"),
+    "--lock-image": Meaning(note="of classifiers: --linear_probe"),
+    "--ddp-static-graph": Meaning(note="there is no DDP: FSDP, or --run_without_fsdp"),
+    "--local-loss": _NO_TEXT,
+    "--gather-with-grad": _NO_TEXT,
+    "--siglip": _NO_TEXT,
+    "--coca-caption-loss-weight": _NO_TEXT,
+}
+"""open_clip's training."""
+
+DINO = {
+    "--config-file": Meaning("@FILE", "a file of flags, such as those in recipes/"),
+    "--no-resume": Meaning("--resume none"),
+    "--output-dir": Meaning("--ckpt_dir {}"),
+    "train.batch_size_per_gpu": Meaning("--batch_size {}", _ALL_DEVICES),
+    "train.dataset_path": Meaning("--data_dir {}", "ImageNet:split=...:root=FOLDER is a folder"),
+    "train.output_dir": Meaning("--ckpt_dir {}"),
+    "train.saveckp_freq": Meaning("--ckpt_epoch_interval {}"),
+    "train.seed": Meaning("--seed {}"),
+    "train.num_workers": Meaning("--num_workers {}"),
+    "train.OFFICIAL_EPOCH_LENGTH": Meaning(note="an epoch has all images"),
+    "train.compile": switch("compile"),
+    "optim.epochs": Meaning("--num_epochs {}"),
+    "optim.lr": Meaning("--lr {}", "not scaled by the batch"),
+    "optim.base_lr": Meaning(
+        "--lr {}", "not scaled by the batch: there it is by sqrt(batch / 1024)"
+    ),
+    "optim.min_lr": Meaning("--min_lr {}"),
+    "optim.warmup_epochs": Meaning("--warmup_epochs {}"),
+    "optim.weight_decay": Meaning("--weight_decay {}"),
+    "optim.weight_decay_end": Meaning("--weight_decay_end {}"),
+    "optim.clip_grad": Meaning("--clip_grad_norm {}"),
+    "optim.layerwise_decay": Meaning("--layer_decay {}"),
+    "optim.freeze_last_layer_epochs": Meaning("--freeze_last_layer_epochs {}"),
+    "optim.adamw_beta1": Meaning("--betas {} 0.999", "both in one flag"),
+    "optim.adamw_beta2": Meaning("--betas 0.9 {}", "both in one flag"),
+    "student.arch": Meaning("--model {}", "--list_models has the names"),
+    "student.patch_size": Meaning("--patch_size {}"),
+    "student.drop_path_rate": Meaning("--drop_path_rate {}"),
+    "student.layerscale": Meaning("--init_values {}"),
+    "student.num_register_tokens": Meaning("--reg_tokens {}"),
+    "teacher.momentum_teacher": Meaning("--teacher_momentum {}"),
+    "teacher.final_momentum_teacher": Meaning("--teacher_momentum_end {}"),
+    "teacher.teacher_temp": Meaning("--teacher_temp {}"),
+    "teacher.warmup_teacher_temp": Meaning("--warmup_teacher_temp {}"),
+    "teacher.warmup_teacher_temp_epochs": Meaning("--warmup_teacher_temp_epochs {}"),
+    "crops.global_crops_size": Meaning("--image_size {}"),
+    "crops.global_crops_scale": Meaning("--global_crops_scale {}"),
+    "crops.local_crops_size": Meaning("--local_crop_size {}"),
+    "crops.local_crops_number": Meaning("--local_crops {}"),
+    "crops.local_crops_scale": Meaning("--local_crops_scale {}"),
+    "dino.head_n_prototypes": Meaning("--dino_prototypes {}"),
+    "dino.head_hidden_dim": Meaning("--dino_head_hidden {}"),
+    "dino.head_bottleneck_dim": Meaning("--dino_head_bottleneck {}"),
+    "dino.koleo_loss_weight": Meaning("--koleo_weight {}"),
+    "ibot.head_n_prototypes": Meaning("--ibot_prototypes {}"),
+    "ibot.loss_weight": Meaning("--ibot_weight {}"),
+    "ibot.mask_ratio_min_max": Meaning("--ibot_mask_ratio {}"),
+    "gram.ckpt": Meaning("--gram_weights {}"),
+    "gram.loss_weight": Meaning("--gram_weight {}"),
+}
+"""DINOv2 and DINOv3: the keys of their configurations, and their flags."""
+
+MAE = {
+    "--accum_iter": Meaning("--grad_accum_steps {}", "--batch_size stays the images of a step"),
+    "--blr": Meaning("--lr {}", "not scaled by the batch: there it is by batch / 256"),
+    "--data_path": Meaning("--data_dir {}"),
+    "--log_dir": Meaning(note="logs are in --ckpt_dir"),
+    "--start_epoch": Meaning(note="--resume auto continues where the run stopped"),
+    "--finetune": Meaning("--init_from {}"),
+    "--nb_classes": Meaning("--num_classes {}"),
+    "--cls_token": Meaning("--global_pool token"),
+    "--eval": Meaning("--eval_only"),
+    "--dist_eval": Meaning(note="always"),
+    "--world_size": _BY_TORCHRUN,
+    "--local_rank": _BY_TORCHRUN,
+    "--dist_url": _BY_TORCHRUN,
+    "--dist_on_itp": _BY_TORCHRUN,
+}
+"""MAE's pre-training and fine-tuning (facebookresearch/mae)."""
+
+TABLES = (RECIPE, SHARD_TENSOR, FSDP_TUTORIAL, TIMM, OPEN_CLIP, DINO, MAE)
 
 
 def meanings(unknown: Sequence[str]) -> dict[str, str]:

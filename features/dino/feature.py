@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from data.config import OF_FILES
 from features.dino.config import HEAD_SETTINGS, DinoConfig
 from training.config import RunConfig
 from training.errors import UsageError
@@ -56,6 +57,11 @@ class Dino(Feature):
         if config.sharding.grad_ckpt == "auto":
             raise UsageError(
                 "--objective dino is incompatible with --grad_ckpt auto: choose another value"
+            )
+        if config.model.in_chans not in (None, 1, 3) and config.data.data_source in OF_FILES:
+            raise UsageError(
+                f"--in_chans {config.model.in_chans} is incompatible with --objective dino, which "
+                "changes the colors of images: drop one of the two"
             )
         from training.logs.records import BEST
 

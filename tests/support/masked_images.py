@@ -90,7 +90,9 @@ def split_of(sizes, name="val", size=(16, 16)):
     class Numbered(WindowSplit):
         def picture(self, image):
             height, width = self.scaled[image].tolist()
-            return (torch.arange(height * width) % 251).view(1, height, width).expand(3, -1, -1)
+            return (
+                (torch.arange(height * width) % 251).byte().view(1, height, width).expand(3, -1, -1)
+            )
 
     request = replace(request_of(None, size), labels=False, augment=False)
     return Numbered(request, name, np.array(sizes))

@@ -33,6 +33,7 @@ def test_flags_and_files_that_documents_name_are_there():
     known |= {"--clear-soft-delete", "--foreground", "--logdir", "--valid-until-duration"}
     known |= {"--ckpt_prefix", "--ckpt_suffix", "--save_path"}
     known |= {word for table in TABLES for word in table}  # with what to type in their place
+    known |= {flag.replace("_", "-") for flag in known}  # which is accepted
     assert not flags - known
     packages = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())]
     missing = {path for path in paths if not any((at / path).exists() for at in packages)}

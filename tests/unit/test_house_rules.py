@@ -71,6 +71,7 @@ NAMED_IN = {
         "training/feature_table.py",  # the table
         "training/objectives/distillation_config.py",  # --teacher requires one of two objectives
         *("training/config.py", "gpu_fsdp/config.py"),  # texts of --help
+        "training/foreign_flags.py",  # the settings of DINOv2 and DINOv3
     },
 }
 """The files outside of a feature's package that name it."""

@@ -12,7 +12,7 @@ from sklearn.datasets import load_sample_images
 from timm.data import create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from data.batch import BatchShard
+from data.batch import BatchShard, SampleIndex, collate
 from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
@@ -30,7 +30,7 @@ from tests.support.loading import (
 )
 from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
-from tools.show_augmentations import DRAWS, columns, main, read_run
+from tools.show_augmentations import DRAWS, columns, images_of_classes, main, read_run
 from training.data import dataset_request
 
 pytestmark = pytest.mark.fast
@@ -248,7 +248,7 @@ def test_columns_show_what_is_trained_on(tmp_path):
     assert main([*flags, str(picture)]) == 0
     assert main(["--help"]) == 0
     with Image.open(picture) as drawn:
-        assert drawn.width > drawn.height > 300
+        assert min(drawn.size) > 300
 
 
 @pytest.mark.parametrize(
@@ -258,18 +258,19 @@ def test_columns_of_crops(flags, local, tmp_path):
     words = "--data_source digits --model vit_tiny_patch16_224 --image_size 16 --patch_size 4"
     words += " --objective dino --class_token --koleo_weight 0 --local_crop_size 8 --hflip 0"
     run = read_run([*words.split(), *flags.split()])
-    whole, first, second, *others = columns(run)
+    data = open_data(dataset_request(run))
+    whole, first, second, *others = columns(run, data)
     titles = ["image", "global, masked", "global", *(f"local {n + 1}" for n in range(local))]
     assert [each.title for each in (whole, first, second, *others)] == titles
     plain = replace(
         run, config=run.config.with_flags(replace(run.config.of(DinoConfig), crop_sizes=None))
     )
-    (batch,) = itertools.islice(
-        open_data(dataset_request(plain)).train_loader(4, BatchShard()).epoch(0), 1
-    )
+    train = open_data(dataset_request(plain)).splits["train"]
+    numbers = images_of_classes(data, run.config.seed)
+    batch = collate([train[SampleIndex(0, number)].fields for number in numbers])
     crops = batch["global_crops"] / 255
     assert second.images.equal(crops[:, 1])
-    hidden = batch["mask"].view(4, 4, 4).repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
+    hidden = batch["mask"].view(-1, 4, 4).repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
     shown = torch.where(hidden, crops[:, 0] / 4 + 0.375, crops[:, 0])
     torch.testing.assert_close(first.images, shown)
     assert first.labels == [f"{100 * each:.0f} % masked" for each in batch["mask"].float().mean(1)]

@@ -145,7 +145,9 @@ def test_a_run_in_the_grids_of_older_versions_is_not_continued_within_an_epoch(
 ):
     """What was recorded when the other side did not break ties."""
     data = opened(folder, request_)
-    run = SimpleNamespace(values={"buckets": None, "data_source": "folder"})
+    run = SimpleNamespace(
+        values={"buckets": None, "data_source": "folder", "balanced_sampling": None}
+    )
     saved = SimpleNamespace(
         position=SimpleNamespace(images_in_epoch=4),
         arguments=run.values,

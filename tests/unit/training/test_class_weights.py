@@ -99,7 +99,7 @@ def test_without_data_each_class_weighs_1():
 
 
 def evaluated(logits, labels, batch=8):
-    measure = Accuracy(lambda batch: batch["image"], Host(), 0)
+    measure = Accuracy(lambda batch: batch["image"], Host())
     for rows in torch.arange(len(labels)).split(batch):
         values = measure.of_batch(lambda x: x, {"image": logits[rows], "target": labels[rows]})
         measure.add({name: value.flatten().tolist() for name, value in values.items()})

@@ -50,7 +50,7 @@ def test_no_flag_excludes_a_feature():
     """It is the feature that says so, once."""
     switches = {BY_NAME[name].field.name for f in features() for name in names_of(f.turned_on_by)}
     # The core's own, among them.
-    switches -= {"objective", "model", "features", "knn", "probe", "rank"}
+    switches -= {"objective", "model", "in_chans", "labels", "features", "knn", "probe", "rank"}
     for option in EVERY.values():
         assert switches.isdisjoint(option.flag.incompatible_with), option.names[0]
 

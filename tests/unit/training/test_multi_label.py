@@ -139,7 +139,7 @@ def test_one_process_is_scikit_learn():
     expected = roc_auc_score(target[:, used], logits[:, used])
     assert result.values["val_roc_auc"] == pytest.approx(expected, rel=1e-12)
     assert "of 2 labels, 1 without images" in str(result)
-    assert result.by_class("abc")[2] == {
+    assert result.figures_by_label("abc")[2] == {
         "label": "c", "images": 0, "average_precision": None, "roc_auc": None
     }  # fmt: skip
 

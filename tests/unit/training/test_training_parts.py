@@ -166,7 +166,7 @@ def run_in(folder, *, batch_size, flops_per_image):
     """What the reports ask of a run."""
     config = RunConfig(data=DataConfig(batch_size=batch_size))
     folders = {"log_dir": folder, "ckpt_dir": folder}
-    model = SimpleNamespace(sizes=SimpleNamespace(embed_dim=32))
+    model = SimpleNamespace(sizes=SimpleNamespace(embed_dim=32, num_classes=10))
     flops = {
         "train_flops_per_image": flops_per_image,
         "train_flops_by_size": {(8, 8): flops_per_image / 4},
