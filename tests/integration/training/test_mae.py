@@ -141,7 +141,8 @@ def test_images_are_put_together_as_they_were_cut():
 def test_reports_have_no_accuracy(on_gpu):
     (record,) = on_gpu.evaluations
     assert record.keys() == {"step", "epoch", "val_loss", "val_images", "ema_val_loss"}
-    assert f"val loss {record['val_loss']:.4f}" in on_gpu.stdout.splitlines()[-1]
+    both = f"val loss {record['val_loss']:.4f} (weights), {record['ema_val_loss']:.4f} (EMA)"
+    assert f"{both}, checkpoint" in on_gpu.stdout.splitlines()[-1]
     assert (on_gpu.ckpt_dir / "curves.png").exists()
 
 
