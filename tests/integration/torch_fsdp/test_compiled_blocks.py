@@ -1,5 +1,6 @@
 """``--compile``: blocks that are alike share the graphs of torch.compile, one for each size."""
 
+import gc
 import sys
 from dataclasses import replace
 
@@ -17,6 +18,13 @@ from training.errors import UsageError
 DEEP = [*TINY_MODEL, "--num_blocks", "12", "--compile"]
 SIZES = (17, 5, 10, 17)
 """Tokens of the images of one step after the other."""
+
+
+@pytest.fixture(autouse=True)
+def without_hooks_of_errors():
+    """The hooks of a recomputed block in which an error was raised stay until it is collected."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
