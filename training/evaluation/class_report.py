@@ -174,21 +174,15 @@ def gather_report(
     predictions["predicted"][invalid] = NOT_A_NUMBER
     errors = predictions[predictions["label"] != predictions["predicted"]]
 
-    pairs = _gather_rows(count_pairs(predictions))
-    bins = _gather_rows(count_bins(predictions))
-    errors = _gather_rows(errors)
+    pairs = exchange.gather_rows(count_pairs(predictions))
+    bins = exchange.gather_rows(count_bins(predictions))
+    errors = exchange.gather_rows(errors)
     if not backend.is_main:
         return None
     total = np.zeros(BINS, BIN)
     for name in ("images", "correct", "probability"):
         total[name] = bins[name].reshape(-1, BINS).sum(axis=0)
     return ClassReport(names, split, count_pairs(pairs), total, worst_first(errors))
-
-
-def _gather_rows(rows: np.ndarray) -> np.ndarray:
-    """Return the rows of all processes, by rank, in the first process, and none in the others."""
-    parts = exchange.gather_bytes(rows.tobytes())
-    return np.frombuffer(b"".join(parts), rows.dtype)
 
 
 def worst_first(errors: np.ndarray) -> np.ndarray:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -152,7 +151,7 @@ class LabelRanking(Measure):
             if not len(share):
                 continue
             gathered = [
-                _gather(values, owner)
+                exchange.gather_rows(values.numpy(), owner)
                 for values in (index, logits[:, share.tolist()], target[:, share.tolist()])
             ]
             if owner != exchange.rank():
@@ -174,18 +173,3 @@ class LabelRanking(Measure):
             roc_auc=auc,
             positives=positives,
         )
-
-
-def _gather(values: torch.Tensor, owner: int) -> np.ndarray:
-    """Return the rows of all processes in the process ``owner``, in others none."""
-    if exchange.count() == 1:
-        return values.numpy()
-    counts = exchange.all_gather_object(len(values))
-    padded = torch.zeros(max(counts), *values.shape[1:], dtype=values.dtype)
-    padded[: len(values)] = values
-    is_owner = owner == exchange.rank()
-    gathered = [torch.empty_like(padded) for _ in counts] if is_owner else None
-    dist.gather(padded, gathered, owner)
-    parts = zip(gathered or (), counts if is_owner else (), strict=True)
-    rows = [part[:count] for part, count in parts]
-    return (torch.cat(rows) if rows else padded[:0]).numpy()

@@ -73,17 +73,20 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
     ]
 
 
-def gather_bytes(content: bytes) -> list[bytes]:
-    """Return the bytes of all processes, by rank, in the first process, and [] in the others; all
-    must call it."""
+def gather_rows(rows: np.ndarray, to: int = 0) -> np.ndarray:
+    """Return the rows of all processes, by rank, in the process with the rank ``to``, and none in
+    the others; all must call it."""
     if count() == 1:
-        return [content]
+        return rows
+    content = rows.tobytes()
     sizes = all_gather_object(len(content))
     mine = np.zeros(max(1, *sizes), np.uint8)
     mine[: len(content)] = np.frombuffer(content, np.uint8)
-    parts = [torch.zeros(len(mine), dtype=torch.uint8) for _ in sizes] if rank() == 0 else None
-    dist.gather(torch.from_numpy(mine), parts)
-    return [part[:size].numpy().tobytes() for part, size in zip(parts or (), sizes, strict=False)]
+    parts = [torch.zeros(len(mine), dtype=torch.uint8) for _ in sizes] if rank() == to else None
+    dist.gather(torch.from_numpy(mine), parts, to)
+    found = [part[:size].numpy() for part, size in zip(parts or (), sizes, strict=False)]
+    whole = np.concatenate(found) if found else mine[:0]
+    return whole.view(rows.dtype).reshape(-1, *rows.shape[1:])
 
 
 def broadcast_bytes(content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
