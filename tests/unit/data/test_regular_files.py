@@ -9,7 +9,7 @@ import pytest
 from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import BrokenImageError, DataFolderError
-from data.index import read_labels
+from data.image_table import read_table
 from data.pack import pack
 from data.source import DatasetRequest, open_data
 from data.volumes import open_array
@@ -114,7 +114,7 @@ def test_saved_data_sets(name, endless, tmp_path):
 def test_labels(endless, tmp_path):
     config = DataConfig(data_dir=str(tmp_path), labels=str(endless))
     with pytest.raises(DataFolderError, match="cannot be read: it is not a regular file"):
-        read_labels(DatasetRequest(config, 1, (8, 8), 10, 0))
+        read_table(config)
 
 
 def test_index_files(few_digits, endless, tmp_path, capsys):

@@ -22,7 +22,7 @@ from data.batch import BatchShard
 from data.class_order import in_order
 from data.decode import MAX_PIXELS, image_size, open_image, read_mask
 from data.files import BrokenImageError, DataFolderError, SizeLimit, read_bytes
-from data.index import read_labels
+from data.image_table import read_table
 from data.pack import pack
 from data.segmentation import open_masked
 from data.source import open_data
@@ -155,7 +155,7 @@ def test_lists_and_tables(tmp_path):
     ):
         in_order(["a"], class_map=str(path))
     with pytest.raises(DataFolderError, match=r"--labels .* the limit for a table of labels is"):
-        read_labels(wanted(arguments(tmp_path, labels=str(path))))
+        read_table(arguments(tmp_path, labels=str(path)))
     write_masked(tmp_path / "voc", "voc", [(16, 16)], [(16, 16)])
     names = sparse(tmp_path / "voc" / "classes.txt")
     with pytest.raises(
