@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim.lion import Lion, lion
 from torch import Tensor, nn
 
 from torch_fsdp.domain import all_to_all
 from training.checkpoints.state import ShardedTensor
 from training.config import RunConfig
+from training.elementwise import ElementwiseOptimizer, elementwise
 from training.optimizers import (
     MOMENTUM,
     Update,
@@ -65,10 +65,13 @@ class PartsOptimizer:
                 alike = replace(update, matrix=None)
                 groups.setdefault(alike, {"params": [], **asdict(alike)})["params"].append(part)
         rules = {update.rule for update in groups}
-        self._is_lion, self._fused = "lion" in rules, fused and not rounds
+        rule = next(filter(None, map(elementwise, rules)), None)
+        self._fused = fused and not rounds
         self._optimizer: Any
-        if self._is_lion:
-            self._optimizer = Lion(list(groups.values()), betas=betas)
+        if rule:
+            self._optimizer = ElementwiseOptimizer(
+                list(groups.values()), rule, betas=betas, eps=eps
+            )
         else:
             self._optimizer = torch.optim.AdamW(
                 list(groups.values()), betas=betas, eps=eps, fused=self._fused
@@ -107,10 +110,10 @@ class PartsOptimizer:
             group["lr"] = rates.lr * group["lr_scale"]
             group["lr"] *= getattr(rates, group["factor"]) if group["factor"] else 1
             group["weight_decay"] = weight_decay * rates.weight_decay
-        if self._is_lion:
+        if isinstance(self._optimizer, ElementwiseOptimizer):
             for group in groups:
                 for part in group["params"]:
-                    lion_unless(part, state[part]["exp_avg"], group, skipped)
+                    update_unless(self._optimizer, part, group, skipped)
             return
         if self._muon is not None:
             self._muon.step_unless(skipped)
@@ -181,29 +184,22 @@ def adamw(
             round_moments(state, exact, key)
 
 
-# -- Lion ------------------------------------------------------------------------------------------
+# -- Lion, and the optimizers of extensions --------------------------------------------------------
 
 
-def lion_unless(
-    part: nn.Parameter, moment: Tensor, settings: Mapping[str, Any], skipped: Tensor
+def update_unless(
+    optimizer: ElementwiseOptimizer,
+    part: nn.Parameter,
+    group: Mapping[str, Any],
+    skipped: Tensor,
 ) -> None:
-    """Take timm's Lion step of one parameter, unless ``skipped``."""
-    weights, (beta1, beta2) = part.detach(), settings["betas"]
-    new_weights, new_moment = weights.clone(), moment.clone()
-    lion(
-        [new_weights],
-        [part.grad],
-        [new_moment],
-        beta1=beta1,
-        beta2=beta2,
-        lr=settings["lr"],
-        weight_decay=settings["weight_decay"],
-        caution=False,
-        foreach=False,
-    )
+    """Take the step of one parameter of the ``group``, unless ``skipped``."""
+    old = {"": part.detach()} | optimizer.state[part]
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    optimizer.update(part, new[""], new, group)
     skips = skipped.to(part.device) > 0
-    _copy_unless(skips, weights, new_weights)
-    _copy_unless(skips, moment, new_moment)
+    for name, tensor in old.items():
+        _copy_unless(skips, tensor, new[name])
 
 
 def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:

@@ -88,6 +88,9 @@ class Feature:
     "package.module:Class", imported on use; "": the same as without it."""
     sources: ClassVar[Mapping[str, Callable[[DatasetRequest], DataSource]]] = {}
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
+    optimizers: ClassVar[Mapping[str, str]] = {}
+    """Optimizers that it adds to the choices of ``--optimizer``: the subclass of ``Elementwise``
+    (``training/elementwise.py``) of each, as "package.module:Class", imported on use."""
     families: ClassVar[Mapping[str, str]] = {}
     """Model families that it adds to ``--model``: the module of each, with ``names`` and
     ``open_model`` as ``models/hybrid_vit.py`` has them, by the prefix of its models' names."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from models.spec import HEADS, ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
 from training.config import EmaConfig, OptimizerConfig
+from training.elementwise import elementwise
 from training.feature_table import added_parameters
 
 # -- How each parameter is updated ----------------------------------------------------------------
@@ -26,21 +27,22 @@ from training.feature_table import added_parameters
 # By its name and shape in the plain model, as timm's ``param_groups_layer_decay``,
 # ``param_groups_weight_decay`` and ``Muon`` decide it.
 
-Rule = Literal["adamw", "lion", "muon"]
-MOMENTS: dict[Rule, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "muon": ("momentum_buffer",),
-}
-"""The state tensors of each rule, with the shape of the parameter, by their names in PyTorch's and
-timm's optimizers and in checkpoints."""
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+
+
+def moments_of(rule: str) -> tuple[str, ...]:
+    """Return the names of the state tensors of a rule that have the shape of the parameter, as in
+    PyTorch's and timm's optimizers and in checkpoints."""
+    added = elementwise(rule)
+    return added.moments if added else _MOMENTS[rule]
 
 
 @dataclass(frozen=True)
 class Update:
     """How one parameter is updated."""
 
-    rule: Rule
+    rule: str
+    """A choice of ``--optimizer``."""
     weight_decay: float
     lr_scale: float = 1.0
     """The factor of the learning rate."""
@@ -70,8 +72,7 @@ def updates_of(config: OptimizerConfig, model: ModelSpec, *, heads_first: bool =
     for name, shape in shapes.items():
         if name in model.frozen or (config.linear_probe and not name.startswith("head.")):
             continue
-        rule: Rule = config.optimizer
-        matrix = None
+        rule, matrix = config.optimizer, None
         if rule == "muon" and is_suitable_for_muon(shape):
             matrix = (shape[0], math.prod(shape[1:]))
         elif rule == "muon":
@@ -100,9 +101,11 @@ def allocate_state(
     """Allocate zeros as the state of each parameter of an optimizer, according to the "rule" of its
     group. ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
     for group in optimizer.param_groups:
+        rule, added = group["rule"], elementwise(group["rule"])
+        counts = added.counts_steps if added else rule == "adamw"
         for parameter in group["params"]:
-            counter = {"step": scalar(parameter)} if group["rule"] == "adamw" else {}
-            moments = {name: zeros_like(parameter) for name in MOMENTS[group["rule"]]}
+            counter = {"step": scalar(parameter)} if counts else {}
+            moments = {name: zeros_like(parameter) for name in moments_of(rule)}
             optimizer.state[parameter] = counter | moments
 
 

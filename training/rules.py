@@ -97,11 +97,12 @@ def _check_feature(
             words_of = names[name].choices if name in names else ()
             if name not in names or (word and words_of and word not in words_of):
                 raise UsageError(f"{who}.{attribute} has {words}, but there is no such flag")
-    for source in feature.sources:
-        if source not in known["data_source"].choices:
-            raise UsageError(
-                f"{who}.sources has {source}: add it to {who}.choices, with what it means"
-            )
+    for field, attribute in (("data_source", "sources"), ("optimizer", "optimizers")):
+        for word in getattr(feature, attribute):
+            if word not in known[field].choices:
+                raise UsageError(
+                    f"{who}.{attribute} has {word}: add it to {who}.choices, with what it means"
+                )
     own = [each for each in (feature.model_flags, feature.flags) if each]
     for option in (option for flags in own for option in flag_fields(flags)):
         for condition in "|".join(option.flag.requires).split("|"):

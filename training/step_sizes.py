@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from models.spec import ModelSpec
 from training.config import RunConfig
+from training.optimizers import moments_of
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class StepSizes:
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of state per parameter: fp32 weight, moments (AdamW two, Lion and Muon one;
-    the few parameters that AdamW updates under Muon are counted as Muon's) and EMA."""
-    moments = 2 if config.optimizer.optimizer == "adamw" else 1
+    """Return the bytes of state per parameter: fp32 weight, moments and EMA. The few parameters
+    that AdamW updates under Muon are counted as Muon's."""
+    moments = len(moments_of(config.optimizer.optimizer))
     moment_bytes = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
     return 4 + moments * moment_bytes + (4 if config.averages else 0)
 

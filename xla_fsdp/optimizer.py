@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_builder as xb
-from timm.optim.lion import Lion
 from torch import nn
 
 from models.positions import Constant
+from training.elementwise import ElementwiseOptimizer, elementwise
 from training.optimizers import MOMENTUM, Update, WeightAverage, allocate_state, round_moments
 from xla_fsdp.torch_xla_private import call_computation
 
@@ -65,8 +65,8 @@ def build_optimizer(
         by_kind[kind]["params"].append(parameter)
     groups = sorted(by_kind.values(), key=lambda group: group["rule"] != "muon")
     optimizer: torch.optim.Optimizer
-    if any(group["rule"] == "lion" for group in groups):
-        optimizer = Lion(groups, betas=betas, foreach=False)
+    if rule := next(filter(None, (elementwise(group["rule"]) for group in groups)), None):
+        optimizer = ElementwiseOptimizer(groups, rule, betas=betas, eps=eps)
     else:
         optimizer = torch.optim.AdamW(groups, betas=betas, eps=eps, capturable=True, foreach=False)
     allocate_state(optimizer, zeros_like, lambda _: constant(torch.tensor(0.0)))

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.support.cli import HAS_XLA, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
@@ -18,7 +19,30 @@ def examples(page):
 
 
 (EXAMPLE,) = examples("extending.md")
-PAIRS, NORMED = examples("extending_data_and_models.md")
+PAIRS, NORMED, NESTEROV = examples("extending_data_and_models.md")
+ADAMW = """
+from training.elementwise import Elementwise
+from training.feature import Feature
+
+
+class Copied(Elementwise):
+    moments = ("mean", "square")
+    counts_steps = True
+
+    def update(self, parameter, gradient, state, *, lr, weight_decay, betas, eps):
+        (first, second), step = betas, state["step"]
+        mean = state["mean"].mul_(first).add_(gradient * (1 - first))
+        square = state["square"].mul_(second).add_(gradient * gradient * (1 - second))
+        scale = (square / (1 - second**step)).sqrt() + eps
+        parameter.mul_(1 - lr * weight_decay)
+        parameter.sub_(mean / (1 - first**step) / scale * lr)
+
+
+class Added(Feature):
+    choices = {"optimizer": {"copied": "AdamW"}}
+    optimizers = {"copied": f"{__name__}:Copied"}
+"""
+"""AdamW once more."""
 DEPTH = """
 import torch.nn.functional as F
 from models.with_head import with_head
@@ -244,3 +268,33 @@ def test_a_model_family(tmp_path, capsys):
     assert "unknown model normed/tiny" in told_in_one_line(
         capsys, "--backend", "cuda", *tiny(tmp_path / "new"), "--model", "normed/tiny"
     )
+
+
+def test_an_optimizer(tmp_path):
+    """AdamW by the interface of extensions is the program's AdamW, also resumed on another number
+    of devices, with groups of parameters and with a step that is left out."""
+    flags = ["--layer_decay", "0.7", "--no_decay", "norms", "--num_workers", "1"]
+    words = [*extension(tmp_path, "copied", ADAMW), "--optimizer", "copied", *flags]
+    theirs = train_tiny_gpu(tmp_path / "theirs", *flags).column("loss")
+    assert len(set(theirs)) > 3
+    train_tiny_gpu(tmp_path / "parts", *words, "--max_steps", "3")
+    parts = train_tiny_gpu(tmp_path / "parts", *words, processes=2)
+    assert parts.column("loss") == pytest.approx(theirs, rel=1e-5)
+    if HAS_XLA:
+        on_xla = train_tiny(tmp_path / "xla", *words, devices=2)
+        assert on_xla.column("loss") == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_documented_optimizer(tmp_path):
+    """Its updates are those of PyTorch's SGD."""
+    namespace = {}
+    exec(NESTEROV, namespace)
+    rule, settings = namespace["Sgd"](), {"lr": 0.1, "weight_decay": 0.0, "eps": 0.0}
+    ours, theirs = torch.ones(3), torch.ones(3, requires_grad=True)
+    state = {name: torch.zeros(3) for name in rule.moments}
+    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=rule.betas[0], nesterov=True)
+    for step in range(4):
+        theirs.grad = theirs.detach() * torch.tensor([1.0, -2.0, step])
+        rule.update(ours, theirs.grad, state, betas=rule.betas, **settings)
+        sgd.step()
+    torch.testing.assert_close(ours, theirs.detach())
