@@ -25,8 +25,6 @@ class Elementwise(abc.ABC):
     counts_steps: ClassVar[bool] = False
     """Whether its state also has "step", the number of updates with the current one, a float scalar
     on the device."""
-    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
-    """The default of ``--betas``."""
 
     @abc.abstractmethod
     def update(
@@ -49,7 +47,6 @@ class Lion(Elementwise):
     """Lion (arXiv 2302.06675), as timm computes it."""
 
     moments = ("exp_avg",)
-    betas = (0.9, 0.99)  # timm's
 
     def update(
         self,

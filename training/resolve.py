@@ -17,7 +17,6 @@ from data.config import ALWAYS_ALIKE, NOT_AUGMENTED, OF_FILES, DataConfig, Prepr
 from models.config import DEFAULT_MODEL, ModelConfig, ModelError
 from models.registry import open_model
 from training.config import RunConfig, ShardingConfig, flags_of_model
-from training.elementwise import elementwise
 from training.errors import UsageError
 from training.feature_table import flag_classes
 from training.files import folder_at, log_folder
@@ -134,16 +133,16 @@ class Run(Generic[BackendConfig, Plan]):
 # ------------------------------------------------------------------------------------------------
 # Choices that need neither a model nor devices.
 
-_BETAS = {"adamw": (0.9, 0.999), "muon": (0.9, 0.95)}
-"""Default betas by optimizer; Muon's are timm's."""
+_BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99), "muon": (0.9, 0.95)}
+"""Default betas by optimizer; Lion's and Muon's are timm's."""
 _MAX_HUE = 0.5
 
 
 def resolve_common(config: RunConfig) -> RunConfig:
     """Make all choices that depend neither on the backend nor on the model. Raises UsageError."""
-    source, rule = config.data.data_source, elementwise(config.optimizer.optimizer)
+    source = config.data.data_source
     defaults = {
-        "betas": rule.betas if rule else _BETAS[config.optimizer.optimizer],
+        "betas": _BETAS.get(config.optimizer.optimizer, _BETAS["adamw"]),
         "eval_batches": config.max_steps or 0 if source == "fake" else 0,
         **asdict(Preprocessing.of_new_weights(source)),
     }

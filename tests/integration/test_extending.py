@@ -289,12 +289,13 @@ def test_the_documented_optimizer(tmp_path):
     """Its updates are those of PyTorch's SGD."""
     namespace = {}
     exec(NESTEROV, namespace)
-    rule, settings = namespace["Sgd"](), {"lr": 0.1, "weight_decay": 0.0, "eps": 0.0}
+    rule = namespace["Sgd"]()
+    settings = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 0.0}
     ours, theirs = torch.ones(3), torch.ones(3, requires_grad=True)
     state = {name: torch.zeros(3) for name in rule.moments}
-    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=rule.betas[0], nesterov=True)
+    sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True)
     for step in range(4):
         theirs.grad = theirs.detach() * torch.tensor([1.0, -2.0, step])
-        rule.update(ours, theirs.grad, state, betas=rule.betas, **settings)
+        rule.update(ours, theirs.grad, state, **settings)
         sgd.step()
     torch.testing.assert_close(ours, theirs.detach())
