@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import pickle
 import re
 import zipfile
@@ -66,6 +67,8 @@ def load_tensors(path: Path) -> Any:
                     raise ValueError(_TORCHSCRIPT)
                 if "/data/" not in entry.filename:  # tensors are mapped, all else is read whole
                     _DESCRIPTION.check(entry.file_size, entry.filename)
+    # PyTorch 2.14 warns of the mesh of parts of tensors, which are refused afterwards.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     ignored: list[Any] = []
     while True:
         try:
