@@ -38,10 +38,11 @@ from training.bad_step import BadStep, read_bad_step
 from training.checkpoints.compatible import other_order
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import EMA, SavedRun, read_saved_run
+from training.command_line import OneLineParser
 from training.config import EmaConfig, LogConfig, RunConfig, ShardingConfig, UseConfig
 from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
-from training.flags import OneLineParser, from_values
+from training.flags import from_values
 from training.mesh import Mesh
 from training.objectives.base import Objective
 from training.objectives.registry import open_objective

@@ -26,10 +26,10 @@ import torch
 from config_fields import local_path
 from data.source import DataSource, Pictures, View, draw_samples, open_data
 from data.utf8 import use_utf8
+from training.command_line import parse
 from training.config import RunConfig
 from training.data import data_errors_as_usage_errors, dataset_request
 from training.errors import UsageError
-from training.flags import parse
 from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
