@@ -40,8 +40,8 @@ from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import EMA, SavedRun, read_saved_run
 from training.command_line import OneLineParser
 from training.config import EmaConfig, LogConfig, RunConfig, ShardingConfig, UseConfig
-from training.data import data_errors_as_usage_errors, dataset_request
-from training.errors import UsageError
+from training.data import dataset_request
+from training.errors import UsageError, data_errors_as_usage_errors
 from training.flags import from_values
 from training.mesh import Mesh
 from training.objectives.base import Objective

@@ -53,6 +53,18 @@ def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
     return [path for path in step_folders(ckpt_dir) if checkpoint.is_complete(path)]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Where the files of a checkpoint are, as seen by one process."""
+
+    here: frozenset[str] = frozenset()
+    """The files on this process's host."""
+    elsewhere: checkpoint.Elsewhere = field(default_factory=dict)
+    """The files that only other hosts have."""
+    problem: str = ""
+    """Why the checkpoint cannot be used, the same in all processes; "" if all files are there."""
+
+
 def checkpoint_around(folder: Path) -> Path | None:
     """Return the checkpoint that a folder is, or is inside of at any depth; None if there is none.
 

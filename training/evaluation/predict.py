@@ -23,17 +23,16 @@ from training.backend import Backend
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
 from training.data import (
-    data_errors_as_usage_errors,
     dataset_request,
     input_of,
     open_images,
-    val_loader,
 )
-from training.errors import NOT_FINITE, RunFailed, UsageError
+from training.errors import NOT_FINITE, RunFailed, UsageError, data_errors_as_usage_errors
 from training.evaluation.class_report import gather_report, report_folder, write_report
 from training.evaluation.evaluate import evaluate
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
+from training.loaders import val_loader
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
