@@ -29,7 +29,8 @@ from config_fields import local_path, positive
 from data.batch import Batch, BatchShard, micro_batches
 from data.config import DataConfig
 from data.files import printable
-from data.source import DataSource, open_data
+from data.open import open_data
+from data.source import DataSource
 from data.utf8 import use_utf8
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES

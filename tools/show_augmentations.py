@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from config_fields import local_path
-from data.source import DataSource, Pictures, View, draw_samples, open_data
+from data.open import draw_samples, open_data
+from data.source import DataSource, Pictures, View
 from data.utf8 import use_utf8
 from training.command_line import parse
 from training.config import RunConfig

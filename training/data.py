@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from data.batch import Batch
+from data.open import open_data
 from data.source import (
     ANY_CLASSES,
     Constant,
@@ -16,7 +17,6 @@ from data.source import (
     View,
     check_several_classes,
     image_normalizer,
-    open_data,
 )
 from training.errors import data_errors_as_usage_errors
 from training.feature_table import features

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from data.batch import PADDING, Batch, SampleIndex
 from data.files import without_secrets
 from data.loader import BatchLoader, prefetch
-from data.source import DataSource, Split, open_data
+from data.open import open_data
+from data.source import DataSource, Split
 from training.backend import Backend
 from training.data import dataset_request, input_of
 from training.errors import UsageError, data_errors_as_usage_errors

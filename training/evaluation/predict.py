@@ -17,6 +17,7 @@ from data.batch import Batch
 from data.class_order import in_order
 from data.decode import find_images, open_image, read_batches
 from data.files import printable, read_bytes, without_secrets
+from data.images import reading_of, view_of_images
 from data.index import class_folders
 from data.source import DataSource
 from training.backend import Backend
@@ -154,9 +155,9 @@ def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[
     if in_arrays:
         split = volumes.open_files(request, list(map(str, paths)))
         return lambda number: split.load_sample(number, 0, number), 1  # one may fill the device
-    transform = request.view.transforms(request)["val"]
+    transform = view_of_images(request).transforms(request)["val"]
     return lambda number: transform(
-        open_image(read_bytes(str(paths[number])), request.reading)
+        open_image(read_bytes(str(paths[number])), reading_of(request))
     ), _BATCH_SIZE
 
 

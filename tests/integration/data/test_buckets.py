@@ -13,8 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 
 from data.batch import PADDING, BatchShard
 from data.config import DataConfig
+from data.open import open_data
 from data.pack import pack
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest
 from features.image_sizes.buckets import BucketView, nearest_bucket
 from models.positions import Resampling
 from models.registry import open_model
