@@ -495,7 +495,7 @@ def test_a_source_is_opened_once(tmp_path, monkeypatch):
         image_folder, "index_folders", lambda request: [opened_times.append(1), find(request)][1]
     )
     source = open_data(in_folder(tmp_path, tiff(TWELVE), ".tif"))
-    low, high = np.percentile(TWELVE, (0.5, 99.5))
+    low, high = np.percentile(np.stack([TWELVE] * 4), (0.5, 99.5))
     chosen = ("auto", str(int(np.floor(low))), str(int(np.ceil(high))))
     assert opened_times == [1]
     assert source.intensity == chosen
