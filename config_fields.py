@@ -4,9 +4,9 @@
     class DataConfig:
         num_workers: int = flag(4, "number of loader processes", kind=count)
 
-``training/flags.py`` builds the parser from these fields. This module imports no other module of
-the project, so ``data/`` and ``models/`` can declare flags, too. It also reads files of flags, for
-the program and its launchers.
+``training/command_line.py`` builds the parser from these fields. This module imports no other
+module of the project, so ``data/`` and ``models/`` can declare flags, too. It also reads files of
+flags, for the program and its launchers.
 """
 
 import argparse

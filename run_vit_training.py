@@ -22,8 +22,9 @@ from data.utf8 import use_utf8
 from gpu_fsdp.config import TorchConfig
 from tools.plan.config import PlanConfig
 from training import errors, extensions
+from training.command_line import PROGRAM, parse, tell
 from training.config import BackendChoice, RunConfig, UseConfig
-from training.flags import PROGRAM, check_foreign, parse, tell
+from training.flags import check_foreign
 from training.processes.output import (
     drop_unread_output,
     exit_quietly_on_broken_pipe,

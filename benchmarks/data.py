@@ -217,7 +217,8 @@ def _programs(root: Path, batch_size: int, workers: int, **request: Any) -> Iter
     """Yield the lengths of the program's batches."""
     from data.batch import BatchShard
     from data.config import DataConfig
-    from data.source import DatasetRequest, open_data
+    from data.open import open_data
+    from data.source import DatasetRequest
 
     config = DataConfig(data_dir=str(root), batch_size=batch_size, num_workers=workers)
     source = open_data(DatasetRequest(config, 3, (SIZE, SIZE), CLASSES, seed=0, **request))

@@ -35,7 +35,8 @@ from PIL import Image
 from data.batch import Batch
 from data.decode import Pixels
 from data.files import DataFolderError
-from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform, Split
+from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
+from data.source import DatasetRequest, DataSource, Split
 from data.utf8 import encodable, use_utf8
 
 SIZE, MNIST_SIZE = 8, 28
@@ -51,7 +52,7 @@ SplitDigit = tuple[str, int, int, np.ndarray]
 def open_digits(request: DatasetRequest) -> DataSource:
     """Open scikit-learn's digits, or those of MNIST. Raises DataFolderError."""
     request.check_classes(len(CLASSES), f"--data_source {request.config.data_source}")
-    transforms = request.view.transforms(request)
+    transforms = view_of_images(request).transforms(request)
     if request.config.data_source == "mnist":
         name, digits = "5,000 digits of MNIST", read_mnist()
     else:
@@ -60,7 +61,7 @@ def open_digits(request: DatasetRequest) -> DataSource:
         split: DigitsSplit(request, split, transform, [d for d in digits if d[0] == split])
         for split, transform in transforms.items()
     }
-    return request.view.arrange(request, name, splits)
+    return source_of_images(request, name, splits)
 
 
 class DigitsSplit(ImageSplit):

@@ -4,19 +4,20 @@ list images anywhere below ``<root>`` instead (``--labels``)."""
 
 from data.files import read_bytes
 from data.image_table import index_table
+from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.index import FolderIndex, index_folders
-from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
+from data.source import DatasetRequest, DataSource
 
 
 def open_folder(request: DatasetRequest) -> DataSource:
     """Index the requested splits. Raises DataFolderError."""
-    config, transforms = request.config, request.view.transforms(request)
+    config, transforms = request.config, view_of_images(request).transforms(request)
     find = index_folders if config.labels is None else index_table
     splits = {
         name: FolderSplit(request, name, transforms[name], index)
         for name, index in find(request).items()
     }
-    return request.view.arrange(request, config.labels or config.data_dir, splits)
+    return source_of_images(request, config.labels or config.data_dir, splits)
 
 
 class FolderSplit(ImageSplit):

@@ -191,7 +191,7 @@ _LEAST_USED = 1 / 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredIntensity:
     """What a sample of the images says of ``--intensity``."""
 
     words: tuple[str, ...] | None = None
@@ -202,7 +202,7 @@ class Measured:
 
 def measure(
     numbers: int, seed: int, intensity: Intensity, read: Callable[[list[int]], list[RawImage]]
-) -> Measured:
+) -> MeasuredIntensity:
     """Choose the range for "auto", and check how much of 0 to 255 is used.
 
     ``numbers``: how many images there are. ``read`` returns ``RawImage.sample`` of those of the
@@ -215,7 +215,7 @@ def measure(
     np.random.default_rng((seed, 1)).shuffle(order)
     raws = read(sorted(order[:_LOOKED_AT].tolist()))
     if not raws:
-        return Measured()
+        return MeasuredIntensity()
     raws += read(sorted(order[_LOOKED_AT:].tolist()))
     count = f"{len(raws):,} sampled images of more than 8 bits"
     samples = [raw.finite for raw in raws]
@@ -253,7 +253,7 @@ def measure(
                 f"; warning: in {count}, 99 % of the values become {low:.0f} to {high:.0f} of 255: "
                 "set --intensity auto or LOW HIGH (docs/intensity.md)"
             )
-    return Measured(words, remark)
+    return MeasuredIntensity(words, remark)
 
 
 def _chosen(values: np.ndarray) -> list[Range]:

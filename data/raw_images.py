@@ -26,6 +26,7 @@ _PNG, _TIFF = b"\x89PNG\r\n\x1a\n", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """First bytes; of TIFF with little and big endian, then of BigTIFF."""
 _PLAIN = (b"\xff\xd8\xff", b"BM", b"GIF8", b"RIFF")
 """First bytes of formats of 8 bits: JPEG, BMP, GIF, WebP."""
+_PLAIN_SUFFIXES = (".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _PNG_DEPTH, _PNG_COLORS, _PNG_GRAY = 24, 25, 0
 """Where a PNG file says how many bits a value has and what its bands are, and the word for gray."""
 
@@ -41,6 +42,11 @@ def is_plain(head: bytes) -> bool:
     if head.startswith(_PNG):
         return head[_PNG_DEPTH : _PNG_DEPTH + 1] < b"\x10"
     return head.startswith(_PLAIN)
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a file of this name is an image of 8 bits, unless it is misnamed."""
+    return name.lower().endswith(_PLAIN_SUFFIXES)
 
 
 def is_tiff(encoded: bytes) -> bool:

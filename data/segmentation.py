@@ -34,10 +34,11 @@ from data.files import (
     read_bytes,
 )
 from data.image_folder import FolderSplit
+from data.images import ImageSplit, view_of_images
 from data.index import FolderIndex, class_folders, index_split
 from data.index_file import Strings
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource, ImageSplit, View
+from data.source import DatasetRequest, DataSource, View
 from data.tables import open_masks
 from data.windows import WindowSplit
 
@@ -274,7 +275,7 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
     elif {"JPEGImages", "SegmentationClass"} <= {*folders}:
         paths, left_out = _listed(root, name), Counter[str]()
     elif any(path.endswith(".parquet") for path in find_files(root)):
-        return open_masks(request, name, request.view.transforms(request)[name])
+        return open_masks(request, name, view_of_images(request).transforms(request)[name])
     elif {"train", "val"} <= {*folders}:
         top = os.path.join(root, name)
         paths, left_out = _matched(_by_stem(top, _PAIRED), _by_stem(top, (".png",)), top)
@@ -285,7 +286,7 @@ def _find_split(request: DatasetRequest, name: str) -> tuple[ImageSplit, ImageSp
             "and val/ of name.jpg next to name.png, or with parquet files"
         )
     labels = np.zeros(len(paths), np.int32)
-    transform = request.view.transforms(request)[name]
+    transform = view_of_images(request).transforms(request)[name]
     image_split, mask_split = (
         FolderSplit(
             request, name, transform, FolderIndex(None, Strings.of(column), labels, left_out)

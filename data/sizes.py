@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from data.decode import image_size
 from data.files import HEAD, BrokenImageError, printable
+from data.images import ImageSplit
 from data.index_file import Table, load_or_build
-from data.source import ImageSplit
 
 
 def image_sizes(split: ImageSplit) -> np.ndarray:

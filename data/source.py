@@ -1,7 +1,7 @@
-"""What a run requests from a source of images, and the base class of all splits.
+"""What a run requests from a source of images, and what it gets: a ``DataSource`` of ``Split``s.
 
-``open_data`` opens the ``DataSource`` selected by ``--data_source``. Each source defines how a
-``Split`` finds its images and how it reads one of them.
+A ``View`` says what is read of each sample. ``data/open.py`` opens the source selected by
+``--data_source``, which defines how a ``Split`` finds its images and how it reads one of them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -32,21 +30,15 @@ from data.batch import (
     Fields,
     Sample,
     SampleIndex,
-    collate,
 )
-from data.config import OPENED_BY, DataConfig
-from data.decode import OpenImage, Reading, open_image, read_raw
+from data.config import DataConfig
 from data.files import (
-    HEAD,
     BrokenImageError,
     DataFolderError,
     MissingSplitError,
     first_of,
     printable,
 )
-from data.intensity import Intensity, Measured, RawImage, measure
-from data.raw_images import is_plain
-from data.transforms import TrainTransform, Transform, seeded, val_transform
 
 Result = TypeVar("Result")
 FILES = "the names or order of the files in train/"
@@ -86,15 +78,9 @@ class DatasetRequest:
         """Return the shape of one image: channels, then spatial sizes."""
         return (self.channels, *self.size)
 
-    @functools.cached_property
-    def reading(self) -> Reading:
-        """How encoded images are read. Raises DataFolderError for an impossible ``--intensity``."""
-        intensity = Intensity.parse(self.config.preprocessing.intensity)
-        try:
-            intensity.check_bands(self.channels)
-        except ValueError as error:
-            raise DataFolderError(f"--intensity: {error}") from None
-        return Reading(self.channels, intensity)
+    def with_data(self, **changes: Any) -> Self:
+        """Return the same request with these values changed in ``config``."""
+        return replace(self, config=replace(self.config, **changes))
 
     @property
     def label_shape(self) -> tuple[int, ...]:
@@ -132,90 +118,6 @@ ANY_CLASSES = 2**31
 """A number of classes that is always enough: labels are int32."""
 
 
-def open_data(request: DatasetRequest) -> DataSource:
-    """Open the source selected by ``--data_source``. Raises DataFolderError if it is unusable."""
-    kind = request.config.data_source
-    request.view.check(request)
-    if request.config.num_workers != 0:
-        loader.prepare_sockets()
-    opened_by = request.opened_by
-    if opened_by is None:
-        module, _, name = OPENED_BY[kind].partition(":")
-        opened_by = getattr(import_module(module), name)
-    source: DataSource = opened_by(request)
-    measured = _measure_intensity(request, source)
-    if measured.words:  # all that was made for the request contains its flags
-        request = replace(request, config=replace(request.config, intensity=measured.words))
-        source = opened_by(request)
-    source.remark += measured.remark
-    if request.with_train and request.augment:  # an incomplete last batch is dropped
-        train = source.splits["train"]
-        if train.samples < request.config.batch_size:
-            raise DataFolderError(
-                f"{source.name} has {train.samples} {train.samples_are}, fewer than one batch: use "
-                f"--batch_size {train.samples} or less"
-            )
-    return source
-
-
-def draw_samples(request: DatasetRequest, numbers: Sequence[int], epochs: int = 1) -> list[Batch]:
-    """Return the training samples with these numbers, as in each of the first epochs. Raises
-    DataFolderError."""
-    train = open_data(request).splits["train"]
-    return [
-        collate([train[SampleIndex(epoch, number)].fields for number in numbers])
-        for epoch in range(epochs)
-    ]
-
-
-_DECODING_THREADS = 4
-"""How many large images may be in memory at once."""
-
-
-def _measure_intensity(request: DatasetRequest, source: DataSource) -> Measured:
-    """Look at a sample of the images: what ``--intensity`` auto is, and how much is left of them.
-    Raises DataFolderError if nothing is, or if none has as many bands as the model takes."""
-    split = next(iter(source.splits.values())).encoded
-    intensity = request.reading.intensity
-    is_undecided = intensity.kind == "auto" and not intensity.numbers
-    if split is None or not (is_undecided or split.is_train):
-        return Measured()
-
-    reading = request.reading
-    if intensity.kind == "full":  # whose images Pillow converts to bytes
-        reading = replace(reading, intensity=Intensity("range", (0, 1)))
-
-    bands = Counter[int]()
-
-    def read_one(number: int) -> RawImage | None:
-        try:
-            if reading.is_color and is_plain(split.read(number, HEAD)):
-                return None
-            raw = read_raw(split.read(number), reading)
-        except BrokenImageError:  # training and evaluation report it when they read it
-            return None
-        if raw is not None:
-            bands[raw.values.shape[2]] += 1
-        is_bytes = raw and raw.values.dtype == np.uint8 and not raw.window
-        return None if raw is None or is_bytes else raw.sample()
-
-    def read(numbers: list[int]) -> list[RawImage]:
-        with ThreadPoolExecutor(min(split.reading_threads, _DECODING_THREADS)) as pool:
-            return [raw for raw in pool.map(read_one, numbers) if raw is not None]
-
-    try:
-        measured = measure(len(split), request.seed, intensity, read)
-    except ValueError as error:
-        raise DataFolderError(f"{source.name}: {error}") from None
-    if bands and not reading.is_color and reading.channels not in bands:
-        has = " or ".join(str(count) for count in sorted(bands))
-        of_them = "band" if has == "1" else "bands"
-        raise DataFolderError(
-            f"--in_chans {reading.channels}: images of {source.name} have {has} {of_them}"
-        )
-    return measured
-
-
 def check_several_classes(source: DataSource) -> None:
     """Raise DataFolderError if the images from which classes are learned have only one, or the
     model has: its accuracy would be 100 %, whatever it has learned."""
@@ -247,12 +149,13 @@ def check_several_classes(source: DataSource) -> None:
     )
 
 
-# -- what is read of an image ----------------------------------------------------------
+# -- what is read of a sample ---------------------------------------------------------
 
 
 class View:
-    """What is read of each image, and how: the whole image in the model's size. A subclass reads
-    something else, such as several crops. Loader processes get a copy."""
+    """What is read of each sample: the field ``image``, in the model's size. A subclass reads
+    something else. ``ImageView`` (``data/images.py``) also says how encoded images become that.
+    Loader processes get a copy."""
 
     images_per_sample = 1
     """The number of images of a sample, if all of them are as large as they may be."""
@@ -277,28 +180,6 @@ class View:
         if request.labels or not is_train:
             fields["target"] = replace(number, shape=(*shape, *request.label_shape))
         return fields if is_train else fields | {"index": number}
-
-    def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
-        """Return, for each split of the request, how an encoded image becomes the fields of a
-        sample, besides ``target`` and ``index``. Raises DataFolderError."""
-        return {name: AsImage(each) for name, each in self.image_transforms(request).items()}
-
-    def image_transforms(self, request: DatasetRequest) -> dict[str, Transform]:
-        """Return the transform of each split to an image of the request's size. Raises
-        DataFolderError."""
-        val = val_transform(request.config.preprocessing, request.size, request.channels)
-        if not request.with_train:
-            return {"val": val}
-        train: Transform = val
-        if request.augment:
-            train = TrainTransform(request.config, request.size, request.channels)
-        return {"train": train, "val": val}
-
-    def arrange(
-        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
-    ) -> DataSource:
-        """Return the source of these splits of encoded images. Raises DataFolderError."""
-        return DataSource(name, splits)
 
     def zeros(self, request: DatasetRequest, name: str) -> Split | None:
         """Return a split of zeros for ``--fake_data``; None: zeros in each field."""
@@ -359,18 +240,6 @@ class Pictures:
 
 Constant = Callable[[torch.Tensor], torch.Tensor]
 """Replicates a small CPU tensor on every device, as ``Backend.constant``."""
-SampleTransform = Callable[[OpenImage], Batch]
-"""Maps an image to fields of a sample. Raises BrokenImageError."""
-
-
-@dataclass(frozen=True)
-class AsImage:
-    """The transform to the field ``image``."""
-
-    transform: Transform
-
-    def __call__(self, image: OpenImage) -> Batch:
-        return {"image": self.transform(image)}
 
 
 @dataclass(frozen=True)
@@ -411,8 +280,6 @@ class Split(Dataset):
     """Whether a subset of an image's rows can be read without the others."""
     samples_are = "training images"
     """What ``samples`` counts, for messages."""
-    encoded: ImageSplit | None = None
-    """The split of the encoded images that this one reads; None: its images are not files."""
 
     def __init__(
         self,
@@ -641,62 +508,6 @@ def substitute(seed: int, epoch: int, index: int, attempt: int, length: int) -> 
     arguments, so it is the same for any number of processes and after a resume."""
     state = np.random.SeedSequence((seed, epoch, index, attempt)).generate_state(1, np.uint64)
     return (index + 1 + int(state[0]) % max(length - 1, 1)) % length
-
-
-class ImageSplit(Split):
-    """One split of images, each read as the bytes of a JPEG, PNG or similar file and then
-    decoded."""
-
-    reading_threads = 16
-    """Number of threads that may read images concurrently."""
-
-    def __init__(
-        self,
-        request: DatasetRequest,
-        name: str,
-        transform: SampleTransform,
-        labels: Any,
-        *others: Any,
-    ) -> None:
-        """``labels`` and ``others``: see ``Split``."""
-        super().__init__(request, name, labels, *others)
-        self.transform = transform
-
-    @property
-    def encoded(self) -> ImageSplit | None:  # type: ignore[override]
-        return None if type(self).read is ImageSplit.read else self
-
-    def read(self, number: int, most: int | None = None) -> bytes:
-        """Return image ``number`` as stored, encoded; ``most``: number of first bytes that suffice.
-        Raises BrokenImageError."""
-        raise NotImplementedError
-
-    def open(self, number: int, *, lines: bool = False) -> OpenImage:
-        """Return image ``number``, possibly not decoded yet. Raises BrokenImageError, see
-        ``open_image``."""
-        return open_image(self.read(number), self.request.reading, lines=lines)
-
-    def known_sizes(self) -> np.ndarray | None:
-        """Return height and width of each image in pixels, (n, 2), int32, if known without reading
-        images."""
-        return None
-
-    def thumbnail(self, number: int, side: int) -> Image.Image:
-        """Return a small picture of the whole stored image; see ``Split.thumbnail``."""
-        image = self.open(number, lines=True)
-        shrink = next((n for n in image.shrinks if min(image.size) >= n * side), 1)
-        picture = Image.fromarray(image.pixels(shrink))
-        picture.thumbnail((side, side))
-        return picture
-
-    def with_request(self, request: DatasetRequest) -> Self:
-        part = copy.copy(self)
-        Split.__init__(part, request, self.name, self.labels, self.classes, self.left_out)
-        part.transform = request.view.transforms(request)[self.name]
-        return part.with_index() if "index" in self.fields else part
-
-    def load_sample(self, number: int, epoch: int, index: int) -> Batch:
-        return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 
 # -- a source --------------------------------------------------------------------------

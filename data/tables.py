@@ -40,8 +40,9 @@ from data.files import (
     other_classes,
     reason_of,
 )
+from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.loader import GlobalBatchSampler, RunSampler
-from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
+from data.source import DatasetRequest, DataSource
 
 try:
     import pyarrow as pa
@@ -244,7 +245,7 @@ def _source(request: DatasetRequest, name: str, find: Callable[[str], TableSplit
     if one != other:
         how = other_classes(one or [], other or []) or "their order differs"
         raise DataFolderError(f"{name}: the class names of train and val differ: {how}")
-    return request.view.arrange(request, name, splits)
+    return source_of_images(request, name, splits)
 
 
 # -- parquet ---------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def open_parquet(request: DatasetRequest) -> DataSource:
         raise DataFolderError(
             "--data_source parquet requires the package pyarrow: python3 -m pip install pyarrow"
         )
-    transforms = request.view.transforms(request)
+    transforms = view_of_images(request).transforms(request)
     return _source(
         request,
         request.config.data_dir,
@@ -489,7 +490,7 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 def open_huggingface(request: DatasetRequest) -> DataSource:
     """Open the splits that are requested. Raises DataFolderError."""
-    config, transforms = request.config, request.view.transforms(request)
+    config, transforms = request.config, view_of_images(request).transforms(request)
     cache: tuple[str, ...] = ()
     if name := hub.name_on_hub(config.data_dir, config.data_source):
         if name.path is not None:

@@ -34,8 +34,9 @@ from data.files import (
     other_classes,
     reason_of,
 )
+from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.index_file import Strings, Table, load_or_build
-from data.source import DatasetRequest, DataSource, ImageSplit, SampleTransform
+from data.source import DatasetRequest, DataSource
 
 PACK_FILE = "packing.json"
 """Where ``data.pack`` says whether all shards are there that it writes to a URL."""
@@ -45,7 +46,7 @@ Listing = Mapping[str, Mapping[str, Any]]
 
 def open_shards(request: DatasetRequest) -> DataSource:
     """Index the shards of the splits that are requested. Raises DataFolderError."""
-    transforms = request.view.transforms(request)
+    transforms = view_of_images(request).transforms(request)
     config, root = request.config, request.config.data_dir
     if not root:
         raise DataFolderError(
@@ -96,7 +97,7 @@ def open_shards(request: DatasetRequest) -> DataSource:
         split: ShardSplit(request, split, transforms[split], table, classes)
         for split, table in tables.items()
     }
-    return request.view.arrange(request, root, splits)
+    return source_of_images(request, root, splits)
 
 
 class ShardSplit(ImageSplit):

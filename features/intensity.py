@@ -6,13 +6,8 @@ from data.config import OF_FILES
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature import Feature
-from training.flags import typed_if_set
 
 _IN_COLOR = "it is defined for gray and color images"
-_INCOMPATIBLE = {
-    **dict.fromkeys(("--aa", "--color_jitter"), _IN_COLOR),
-    **dict.fromkeys(("--native_resolution", "--segment_probe", "--segment_probe_every"), ""),
-}
 
 
 class IntensityWords(Feature):
@@ -42,10 +37,10 @@ class Bands(Feature):
     """Files with neither 1 nor 3 bands."""
 
     turned_on_by = ("--in_chans [02456789]*", "--in_chans [13]?*")  # all but 1 and 3
+    excludes = {
+        **dict.fromkeys(("--aa", "--color_jitter"), _IN_COLOR),
+        **dict.fromkeys(("--native_resolution", "--segment_probe", "--segment_probe_every"), ""),
+    }
 
-    def resolve_flags(self, config: RunConfig) -> RunConfig:
-        if config.data.data_source in OF_FILES:
-            for words, why in _INCOMPATIBLE.items():
-                if typed := typed_if_set(words, config):
-                    raise UsageError(self.refusal(config, typed, why))
-        return config
+    def is_on(self, config: RunConfig) -> bool:
+        return super().is_on(config) and config.data.data_source in OF_FILES

@@ -20,7 +20,7 @@ SPLIT_FILE = "split.csv"
 with the columns path, label and split."""
 
 
-class TableSplit(Feature):
+class SavedSplit(Feature):
     """Writes which images were trained on, and which were for validation."""
 
     turned_on_by = ("--labels",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from config_fields import flag, fraction
 from training.config import RunConfig
-from training.errors import UsageError
+from training.errors import UsageError, data_errors_as_usage_errors
 from training.feature import Feature
 from training.objectives.class_weights_config import ClassWeightsConfig
 from training.objectives.config import CLASSIFIES
@@ -114,7 +114,6 @@ def weights_of_classes(run: Run, data: DataSource) -> np.ndarray:
     import numpy as np
 
     from data.classes import class_sizes, inverse_frequencies, read_class_weights
-    from training.data import data_errors_as_usage_errors
 
     given, count = run.config.of(ClassWeightsConfig).class_weights, run.model.sizes.num_classes
     assert given is not None
@@ -174,7 +173,6 @@ class BalancedSampling(Feature):
     def check_data(self, run: Run, data: DataSource) -> None:
         from data.classes import class_sizes
         from data.source import Split
-        from training.data import data_errors_as_usage_errors
 
         with data_errors_as_usage_errors():
             class_sizes(data, self.shown(run.config))

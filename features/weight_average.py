@@ -17,7 +17,7 @@ _LITTLE_LEFT = 0.01
 """That fraction with the decay that the warning names."""
 
 
-class WeightAverage(Feature):
+class ModelEma(Feature):
     """``--model_ema``: warns, before the first step, of a decay that is too slow for the run."""
 
     turned_on_by = ("--model_ema",)

@@ -89,10 +89,6 @@ class TimmModel(NamedTuple):
     """Whether all images have the model's own size."""
 
 
-HEADS = ("head.", "head_")
-"""Name prefixes of heads. A backbone lacks their parameters, and those of features
-(``training.feature_table.added_parameters``)."""
-
 Units = list[tuple[str, nn.Module]]
 """The parts of a model to shard one after the other, by name: see ``ModelSpec.units``."""
 
@@ -110,6 +106,9 @@ class ModelSpec(abc.ABC):
     and the norm, i.e. the result of timm's ``forward_features``."""
     preprocessing: dict[str, Any] | None = None
     """Mean, std, crop and interpolation for the trained weights, if known."""
+    head_prefixes = ("head.", "head_")
+    """Prefixes of the names of heads' parameters. A backbone lacks these, and those of features
+    (``training.feature_table.added_parameters``)."""
     frozen: Collection[str] = ()
     """Names of parameters that are never trained."""
     last_layers: Collection[str] = ()

@@ -37,10 +37,11 @@ from data.files import without_secrets
 from data.hub import HubUnreachable, refusals
 from data.utf8 import use_utf8
 from training.checkpoints import format as checkpoint
+from training.command_line import OneLineParser
 from training.config import RunConfig
 from training.errors import UsageError
 from training.files import HUB_PREFIX, is_on_hub
-from training.flags import OneLineParser, by_field
+from training.flags import by_field
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.resolve import model_of
 from training.weights import hub

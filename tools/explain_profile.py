@@ -19,9 +19,9 @@ from tools.compile_only.expected import ON_HOST
 from tools.compile_only.explain import kind_of_work, scope_near
 from tools.compile_only.hlo import Instruction, collectives_of, parse_module
 from tools.xspace import Event, Line, Space
+from training.command_line import OneLineParser
 from training.errors import UsageError
 from training.files import read_object
-from training.flags import OneLineParser
 from training.logs.records import RUN_FILE
 from training.processes.output import exit_quietly_on_broken_pipe
 from training.profiling import HOOK, PROFILE_DIR

@@ -34,8 +34,8 @@ from tools.wall_time import (
     duration,
     short_names,
 )
+from training.command_line import OneLineParser
 from training.errors import UsageError
-from training.flags import OneLineParser
 from training.logs.figures import as_label, pyplot, save_figure
 from training.logs.records import EVENTS_FILE, damaged_lines, read_events
 from training.processes.output import exit_quietly_on_broken_pipe

@@ -29,7 +29,8 @@ from config_fields import local_path, positive
 from data.batch import Batch, BatchShard, micro_batches
 from data.config import DataConfig
 from data.files import printable
-from data.source import DataSource, open_data
+from data.open import open_data
+from data.source import DataSource
 from data.utf8 import use_utf8
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.parallel_plan import DTYPES
@@ -38,10 +39,11 @@ from training.bad_step import BadStep, read_bad_step
 from training.checkpoints.compatible import other_order
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import EMA, SavedRun, read_saved_run
+from training.command_line import OneLineParser
 from training.config import EmaConfig, LogConfig, RunConfig, ShardingConfig, UseConfig
-from training.data import data_errors_as_usage_errors, dataset_request
-from training.errors import UsageError
-from training.flags import OneLineParser, from_values
+from training.data import dataset_request
+from training.errors import UsageError, data_errors_as_usage_errors
+from training.flags import from_values
 from training.mesh import Mesh
 from training.objectives.base import Objective
 from training.objectives.registry import open_objective

@@ -38,10 +38,10 @@ from tools.wall_time import (
     short_names,
     stripes,
 )
+from training.command_line import OneLineParser
 from training.errors import UsageError
 from training.feature_table import features
 from training.files import read_object
-from training.flags import OneLineParser
 from training.logs.figures import pyplot
 from training.logs.records import (
     EVENTS_FILE,

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 
 from config_fields import local_path
-from data.source import DataSource, Pictures, View, draw_samples, open_data
+from data.open import draw_samples, open_data
+from data.source import DataSource, Pictures, View
 from data.utf8 import use_utf8
+from training.command_line import parse
 from training.config import RunConfig
-from training.data import data_errors_as_usage_errors, dataset_request
-from training.errors import UsageError
-from training.flags import parse
+from training.data import dataset_request
+from training.errors import UsageError, data_errors_as_usage_errors
 from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed

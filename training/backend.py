@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import nn
 
-from data.batch import Batch, BatchShard, Fields
-from data.loader import BatchLoader
-from training.optimizers import Updates
-from training.schedule import StepRates
-
 if TYPE_CHECKING:
+    from data.batch import Batch, BatchShard, Fields
+    from data.loader import BatchLoader
+    from training.optimizers import Updates
     from training.resolve import Run
+    from training.schedule import StepRates
 
 
 InitializeModule = Callable[[nn.Module, str], None]

@@ -28,7 +28,6 @@ from data.config import DataConfig
 from models.config import ModelConfig
 from training.checkpoints.config import CheckpointConfig
 from training.feature_table import FeatureFlags, Flags, features
-from training.flags import typed_if_set
 from training.objectives.config import CLASSIFIES, LossConfig, ObjectiveConfig
 
 
@@ -569,11 +568,7 @@ class RunConfig:
     @functools.cached_property
     def active_features(self) -> tuple[Any, ...]:
         """The features (``training/feature.py``) that these flags turn on."""
-        return tuple(
-            feature
-            for feature in features()
-            if any(typed_if_set(words, self) for words in feature.turned_on_by)
-        )
+        return tuple(feature for feature in features() if feature.is_on(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what another process finds again, with its own features."""

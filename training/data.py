@@ -1,17 +1,14 @@
-"""The data of a run: what it requests of its source, the loaders, and the model's input."""
+"""The data of a run: what it requests of its source, the opened source, and the model's input."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from data.batch import Batch
-from data.files import DataFolderError
-from data.loader import BatchLoader
+from data.open import open_data
 from data.source import (
     ANY_CLASSES,
     Constant,
@@ -20,10 +17,8 @@ from data.source import (
     View,
     check_several_classes,
     image_normalizer,
-    open_data,
 )
-from training.backend import Backend
-from training.errors import UsageError
+from training.errors import data_errors_as_usage_errors
 from training.feature_table import features
 
 if TYPE_CHECKING:
@@ -82,15 +77,6 @@ def normalizer(run: Run, constant: Constant) -> Callable[[torch.Tensor], torch.T
     return image_normalizer(mean, std, len(spatial), constant)
 
 
-@contextlib.contextmanager
-def data_errors_as_usage_errors() -> Iterator[None]:
-    """Turn a DataFolderError that is raised inside into a UsageError."""
-    try:
-        yield
-    except DataFolderError as error:
-        raise UsageError(str(error)) from None
-
-
 @data_errors_as_usage_errors()
 def open_images(run: Run, *, with_train: bool = True) -> DataSource:
     """Open the images that ``run`` trains on and is evaluated on. Raises UsageError."""
@@ -98,18 +84,3 @@ def open_images(run: Run, *, with_train: bool = True) -> DataSource:
     data = open_data(dataset_request(run, with_train=with_train, labels=labels))
     check_several_classes(data)
     return data
-
-
-def train_loader(
-    data: DataSource, backend: Backend, batch_size: int, steps: int = 0
-) -> BatchLoader:
-    """Return the loader of training images, in global batches of ``batch_size``; ``steps``: the
-    number of batches of the whole training."""
-    open_shard = functools.partial(data.train_loader, batch_size, steps=steps)
-    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
-
-
-def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
-    """Return the loader of validation images, in global batches of ``batch_size``."""
-    open_shard = functools.partial(data.val_loader, batch_size)
-    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)

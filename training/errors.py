@@ -1,12 +1,13 @@
 """Errors that end a run early, with their exit codes; and a warning about package versions."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from data.files import printable
+from data.files import DataFolderError, printable
 
 NO_BATCH = FOLDER_IN_USE = 1
 """Exit codes of ``RunFailed`` if a restart may help, as after a crash: the data can no longer be
@@ -29,6 +30,15 @@ class UsageError(Exception):
         self.agreed = agreed
         self.process: str | None = None
         """The process that raised it, if others may not have."""
+
+
+@contextlib.contextmanager
+def data_errors_as_usage_errors() -> Iterator[None]:
+    """Turn a DataFolderError that is raised inside into a UsageError."""
+    try:
+        yield
+    except DataFolderError as error:
+        raise UsageError(str(error)) from None
 
 
 class RunFailed(Exception):

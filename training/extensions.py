@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
+from models.registry import set_added_families
 from training.errors import UsageError
 from training.feature import Feature
 from training.feature_table import set_added_features
@@ -42,7 +43,7 @@ def use_extensions(names: Sequence[str]) -> None:
         if path.endswith(".py"):
             sys.modules.pop(module.__name__, None)
     _loaded.clear()
-    added: list[type] = []
+    added: list[type[Feature]] = []
     for name in names:
         path, _, checksum = name.partition(_PIN)
         module = _import_file(path) if path.endswith(".py") else _import_module(path)
@@ -66,6 +67,7 @@ def use_extensions(names: Sequence[str]) -> None:
             )
         added += found
     set_added_features(added)
+    set_added_families({prefix: where for each in added for prefix, where in each.families.items()})
 
 
 def pinned(name: str) -> str:

@@ -109,6 +109,11 @@ class Feature:
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
 
+    def is_on(self, config: RunConfig) -> bool:
+        """Return whether the flags turn it on; an override may add conditions to ``turned_on_by``
+        that no flag in messages stands for, such as the data source."""
+        return any(typed_if_set(words, config) for words in self.turned_on_by)
+
     # -- in messages
 
     def shown(self, config: RunConfig) -> str:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Self, TypeVar
 
-from models.registry import set_added_families
-
 Flags = TypeVar("Flags")
 
 FEATURES = (
@@ -21,17 +19,17 @@ FEATURES = (
     "features.dino.feature:Dino",
     "features.dino.feature:CropSizes",
     "features.dino.feature:GramTeacher",
-    "features.table_split:TableSplit",
+    "features.table_split:SavedSplit",
     "features.multi_label:MultiLabel",
     "features.mixup:Mixup",
     "features.distillation:Distillation",
-    "features.image_sizes:Buckets",
-    "features.image_sizes:ImageSizeSchedule",
+    "features.image_sizes.feature:Buckets",
+    "features.image_sizes.feature:ImageSizeSchedule",
     "features.feature_evaluation:FeatureEvaluation",
     "features.feature_evaluation:SegmentProbe",
     "features.linear_probe:LinearProbe",
     "features.save_bad_step:SaveBadStep",
-    "features.weight_average:WeightAverage",
+    "features.weight_average:ModelEma",
     "features.unbalanced_classes:ClassSizes",
     "features.unbalanced_classes:BestByClass",
     "features.unbalanced_classes:ClassWeights",
@@ -51,9 +49,6 @@ def set_added_features(added: Sequence[Any]) -> None:
     if _added != added:
         _added[:] = added
         features.cache_clear()
-        set_added_families(
-            {prefix: module for each in added for prefix, module in each.families.items()}
-        )
 
 
 @functools.cache

@@ -4,23 +4,27 @@ In this order: how each parameter is updated (AdamW, Lion or Muon), Muon's arith
 average of the weights (EMA), stochastic rounding to bf16, and the count of skipped steps.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from timm.optim.muon import DEFAULT_NS_STEPS, get_lr_scale, zeropower_via_newtonschulz
 from torch import Tensor
 
-from models.spec import HEADS, ModelSpec
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
-from training.config import EmaConfig, OptimizerConfig
 from training.elementwise import elementwise
 from training.feature_table import added_parameters
+
+if TYPE_CHECKING:
+    from models.spec import ModelSpec
+    from training.config import EmaConfig, OptimizerConfig
 
 # -- How each parameter is updated ----------------------------------------------------------------
 #
@@ -66,7 +70,7 @@ def updates_of(config: OptimizerConfig, model: ModelSpec, *, heads_first: bool =
     updates: dict[str, Update] = {}
     factors: dict[str, Literal["last_layer", "backbone"]] = {}
     if heads_first:
-        heads = (*HEADS, *added_parameters())
+        heads = (*model.head_prefixes, *added_parameters())
         factors = {name: "backbone" for name in shapes if not name.startswith(heads)}
     factors |= dict.fromkeys(model.last_layers, "last_layer")
     for name, shape in shapes.items():

@@ -7,13 +7,16 @@ from training.backend import Backend
 from training.checkpoints.choose import Start, choose_start
 from training.checkpoints.compatible import check, check_unnamed_classes
 from training.checkpoints.inventory import check_folders, inventory, retry_while_error_changes
+from training.checkpoints.local_tier import LocalTier
+from training.checkpoints.per_host import HostFolders
 from training.config import RunConfig
 from training.data import open_images
 from training.flags import with_values
 from training.logs.events import StartParts
-from training.logs.reports import read_expectation
+from training.logs.reports import Reports, read_expectation
+from training.objectives.registry import objective_class
 from training.resolve import Run, take_over
-from training.train import train
+from training.train import Prepared, train
 from training.weights.adapt import adapt
 from training.weights.describe import describe, settings_of, take_over_described
 from training.weights.find import commits, find, pretrained
@@ -53,7 +56,7 @@ def prepare_training(
     in every process. Raises UsageError."""
     parts = StartParts()
     parts.done("imports")
-    config, expected_s = run.config, read_expectation(run)
+    config, checkpoints, expected_s = run.config, run.config.checkpoints, read_expectation(run)
     data = open_images(run)
     run = run.with_data(intensity=data.intensity)  # with what the images decide
     progress = check(start, run, data)
@@ -65,4 +68,17 @@ def prepare_training(
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
     opened = {type(each): each.check_data(run, data) for each in config.active_features}
     parts.done("data")
-    return run, functools.partial(train, start, progress, initial, data, opened, expected_s, parts)
+    prepared = Prepared(
+        start,
+        progress,
+        check,
+        initial,
+        data,
+        objective_class(config),
+        opened,
+        parts,
+        open_reports=functools.partial(Reports, expected_s=expected_s),
+        open_hosts=HostFolders if checkpoints.ckpt_dir_per_host else None,
+        open_local=LocalTier if checkpoints.local_ckpt_dir is not None else None,
+    )
+    return run, functools.partial(train, prepared)

@@ -75,6 +75,13 @@ class Run(Generic[BackendConfig, Plan]):
         return values_without_secrets(flat(self.config, self.backend_config))
 
     @property
+    def model_line(self) -> str:
+        """What a log says of the model: its name, size, and the flags that were set for it."""
+        flags, model = by_field(*flags_of_model()), self.model
+        typed = " ".join(flags[name].typed(value) for name, value in model.overrides.items())
+        return f"{model.name}, {model.parameter_count:,} parameters{typed and f' ({typed})'}"
+
+    @property
     def ckpt_dir(self) -> Path:
         return folder_at(self.config.checkpoints.ckpt_dir)
 
@@ -289,13 +296,6 @@ def extended(spec: ModelSpec, config: RunConfig) -> ModelSpec:
     for feature in config.active_features:
         spec = feature.extend_model(spec, config)
     return spec
-
-
-def model_line(spec: ModelSpec) -> str:
-    """Return what a log says of a model: its name, size, and the flags that were set for it."""
-    flags = by_field(*flags_of_model())
-    typed = " ".join(flags[name].typed(value) for name, value in spec.overrides.items())
-    return f"{spec.name}, {spec.parameter_count:,} parameters{typed and f' ({typed})'}"
 
 
 def resolve_model(config: RunConfig) -> tuple[RunConfig, ModelSpec]:

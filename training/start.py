@@ -1,24 +1,32 @@
 """All processes of a run agree on what it starts from (``training/checkpoints/choose.py``)."""
 
+from __future__ import annotations
+
 import json
 import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from training import files
-from training.backend import Backend
 from training.checkpoints import inventory, removal
 from training.checkpoints.choose import AllDamaged, Start, choose_start
-from training.checkpoints.format import SavedRun
-from training.checkpoints.inventory import Inventory
-from training.checkpoints.local_tier import LocalTier
-from training.checkpoints.per_host import HostFolders, Spread
+from training.checkpoints.inventory import Spread
 from training.checkpoints.state import damage_for_all
 from training.errors import UsageError
 from training.logs.records import RUN_FILE
 from training.processes import exchange
-from training.resolve import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from training.backend import Backend
+    from training.checkpoints.format import SavedRun
+    from training.checkpoints.inventory import Inventory
+    from training.checkpoints.local_tier import LocalTier
+    from training.checkpoints.per_host import HostFolders
+    from training.resolve import Run
 
 
 def hint_for_hosts(planned: Start) -> str:
@@ -56,9 +64,14 @@ def enter_folder(
 
 
 def confirm_start(
-    planned: Start, run: Run, backend: Backend, hosts: HostFolders | None = None
+    planned: Start,
+    run: Run,
+    backend: Backend,
+    hosts: HostFolders | None = None,
+    open_local: Callable[..., LocalTier] | None = None,
 ) -> tuple[Start, LocalTier | None]:
-    """Return what all processes start from, and the local tier with ``--local_ckpt_dir``.
+    """Return what all processes start from, and the local tier that ``open_local`` opens (with
+    ``--local_ckpt_dir``).
 
     Call this with ``--ckpt_dir`` locked: the previous holder of the lock may have written and
     removed checkpoints since ``planned`` was chosen. If the folders have changed, the first process
@@ -73,8 +86,8 @@ def confirm_start(
             )
     start = _as_first_process(start)
     local = None
-    if checkpoints.local_ckpt_dir is not None:
-        local = LocalTier(run, backend.shards, resumes=start.resumes_newest, hosts=hosts)
+    if open_local:
+        local = open_local(run, backend.shards, resumes=start.resumes_newest, hosts=hosts)
     start = newest_usable(start, local, hosts, verify=checkpoints.verify_checkpoint)
     with exchange.raise_on_all_ranks():
         if planned.saved and not start.saved:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from data.source import DataSource
 from models.initialize import allocate_uninitialized
 from training import loop
-from training.backend import Backend
 from training.checkpoints import removal
-from training.checkpoints.choose import Start
-from training.checkpoints.compatible import Progress, check
-from training.checkpoints.format import SavedRun
 from training.checkpoints.hooks import LocalSaves, Saves, StopCheck
 from training.checkpoints.inventory import complete_checkpoints, folder_of
-from training.checkpoints.per_host import HostFolders
 from training.checkpoints.saver import CheckpointSaver
 from training.checkpoints.state import load_state
-from training.data import data_errors_as_usage_errors, train_loader, val_loader
 from training.errors import (
     BAD_IMAGES,
     NO_BATCH,
@@ -29,13 +21,14 @@ from training.errors import (
     SIGNAL,
     RunFailed,
     StoppedBySignal,
+    data_errors_as_usage_errors,
     not_finite_error,
 )
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
+from training.loaders import train_loader, val_loader
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
-from training.logs.events import StartParts
 from training.logs.history import (
     fetch_from_hosts,
     fetch_history,
@@ -44,13 +37,9 @@ from training.logs.history import (
 )
 from training.logs.hooks import EpochLog, StepLog
 from training.logs.records import METRICS_FILE
-from training.logs.reports import Reports
-from training.objectives.registry import open_objective
 from training.processes import exchange
 from training.processes.stopping import StopRequest, Watchdog
 from training.profiling import PROFILE_DIR, StepProfiler
-from training.resolve import Run, model_line
-from training.schedule import Position
 from training.start import (
     confirm_start,
     enter_folder,
@@ -58,53 +47,82 @@ from training.start import (
     set_aside_newer_checkpoints,
 )
 from training.step import TrainBatches, shard_and_optimize
-from training.units import units_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from data.source import DataSource
+    from training.backend import Backend
+    from training.checkpoints.choose import Start
+    from training.checkpoints.compatible import Progress
+    from training.checkpoints.format import SavedRun
+    from training.checkpoints.local_tier import LocalTier
+    from training.checkpoints.per_host import HostFolders
+    from training.logs.events import StartParts
+    from training.logs.reports import Reports
+    from training.objectives.base import Objective
+    from training.resolve import Run
+    from training.schedule import Position
     from training.weights.adapt import Adapter
 
 
-def train(
-    planned: Start,
-    progress: Progress,
-    initial: Adapter | None,
-    data: DataSource,
-    opened: Mapping[type, Any],
-    expected_s: float | None,
-    parts: StartParts,
-    run: Run,
-    backend: Backend,
-) -> None:
-    """Train on ``backend``, or resume and train; the body of every process.
+@dataclass(frozen=True)
+class Prepared:
+    """What a training has before its devices start (``training/prepare.py``)."""
 
-    ``progress``: where ``planned`` begins. ``initial``: trained weights that a new run starts from.
-    ``opened``: what features have opened for their hooks (``Training.opened``). ``expected_s``: the
-    seconds per step in the file of ``--expect``. ``parts``: how long the parts of the startup took
-    so far.
+    start: Start
+    """What it is to start from."""
+    progress: Progress
+    """Where ``start`` begins."""
+    check: Callable[[Start, Run, DataSource], Progress]
+    """Returns where another start begins. Raises UsageError if the run cannot continue from it."""
+    initial: Adapter | None
+    """Trained weights that a new run starts from."""
+    data: DataSource
+    objective: type[Objective]
+    opened: Mapping[type, Any]
+    """What features have opened for their hooks (``Training.opened``)."""
+    parts: StartParts
+    """How long the parts of the startup took so far."""
+    open_reports: Callable[..., Reports]
+    open_hosts: Callable[..., HostFolders] | None
+    """Opens the folders of all hosts, with ``--ckpt_dir_per_host``."""
+    open_local: Callable[..., LocalTier] | None
+    """Opens the hosts' local disks, with ``--local_ckpt_dir``."""
+
+
+def train(prepared: Prepared, run: Run, backend: Backend) -> None:
+    """Train on ``backend``, or resume and train; the body of every process.
 
     Raises UsageError in all processes if training cannot start; StoppedBySignal or RunFailed if it
     ends before its last step.
     """
     config, is_main = run.config, backend.is_main
+    planned, progress, data, parts = (
+        prepared.start,
+        prepared.progress,
+        prepared.data,
+        prepared.parts,
+    )
     parts.done("devices")
     shared = config.checkpoints.allow_other_owners
     # ``enter_folder`` locks it.
     with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
         # -- agree on what all processes start from, and where in the data
         notes, hosts = list[str](), None
-        if config.checkpoints.ckpt_dir_per_host:
+        if prepared.open_hosts:
             exchange.check_alike(run, data, hint_for_hosts(planned))
-            hosts = HostFolders(run.ckpt_dir, shared=shared)
+            hosts = prepared.open_hosts(run.ckpt_dir, shared=shared)
         else:
             exchange.check_alike(run, data)
         restart = planned.found.is_restart
         enter_folder(run.ckpt_dir, lock, is_restart=restart, is_main=is_main, hosts=hosts)
         if hosts:
             notes += [*hosts.complete(), *fetch_from_hosts(hosts)]
-        start, local = confirm_start(planned, run, backend, hosts)
+        start, local = confirm_start(planned, run, backend, hosts, prepared.open_local)
         with exchange.raise_on_all_ranks():
             if start.saved != planned.saved:
-                progress = check(start, run, data)
+                progress = prepared.check(start, run, data)
         at, schedule, last_step = progress.at, progress.schedule, progress.last_step
         notes += [*start.notes, *([local.description] if local else []), *progress.notes]
         notes += fetch_history(run, is_main=is_main)
@@ -122,12 +140,11 @@ def train(
         parts.done("agreed")
 
         # -- shared by the loop and its hooks
-        reports = Reports(
+        reports = prepared.open_reports(
             run,
             backend,
             first_step=at.step,
             last_step=last_step,
-            expected_s=expected_s,
             keep_records=history.continues,
             last_evaluation=history.evaluated.get(last_step),
         )
@@ -156,8 +173,8 @@ def train(
                 say(line)
             if history.left_out:
                 say(f"note: {METRICS_FILE}: {history.left_out} left out")
-            model = _place_model(run, session, start, initial)
-            objective = open_objective(run, backend, say)
+            model = _place_model(run, session, start, prepared.initial)
+            objective = prepared.objective(run, backend, say)
             parts.done("model")
             if start.saved:
                 _load(start, start.saved, run, session)
@@ -192,7 +209,7 @@ def train(
                 batches,
                 schedule,
                 at,
-                opened,
+                prepared.opened,
                 history.frozen,
             )
             for feature in config.active_features:
@@ -252,7 +269,7 @@ def _place_model(
     afterwards, do not spend time on initial values."""
     say = session.reports.say
     initialize = allocate_uninitialized if start.saved else None
-    say(f"model: {model_line(run.model)}")
+    say(f"model: {run.model_line}")
     if initial and not start.saved:
         initial.check_files(verify=run.config.checkpoints.verify_checkpoint)
         say(initial.note)
@@ -275,19 +292,10 @@ def _load(start: Start, saved: SavedRun, run: Run, session: loop.Session) -> Non
         )
 
 
-_STATE = {"optimizer": "optimizer state", "ema": "EMA"}
-
-
 def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> None:
     """Log what runs on which devices, and from which step to which."""
-    backend, say, batch_size = session.backend, session.reports.say, run.config.data.batch_size
-    devices, state_bytes = backend.describe(), backend.state_bytes()
-    say(devices)
-    sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(kind, kind)}" for kind, n in state_bytes.items()]
-    say(f"state per device: {', '.join(sizes)}")
-    units = units_of(run, backend)
-    for alike in units:
-        say(f"sharded unit: {alike}" if alike.count == 1 else f"sharded units: {alike}")
+    say, batch_size = session.reports.say, run.config.data.batch_size
+    session.reports.describe(run)
     if saved := start.saved:
         say(f"resuming {saved.path} at step {at.step}, epoch {at.epoch + 1}")
         before = saved.arguments.get("batch_size")
@@ -302,7 +310,6 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
         shards = run.mesh.batch_shards
         each = f" = {shards} x {batch_size // shards:,}" if shards > 1 else ""
         say(f"training to step {session.last_step:,}, global batch {batch_size:,}{each}")
-    session.reports.describe(run, devices, state_bytes, units)
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:

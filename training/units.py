@@ -1,12 +1,16 @@
 """The units in which a model is sharded, and how much of each is on a device."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from training.backend import Backend
-from training.resolve import Run
+if TYPE_CHECKING:
+    from training.backend import Backend
+    from training.resolve import Run
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from models import timm_private
 from training.backend import Backend
+from training.command_line import PROGRAM
 from training.errors import StoppedBySignal, warn_of_others
-from training.flags import PROGRAM
 from training.processes.output import drop_unread_output
 from training.processes.parent import end_with
 from training.processes.rendezvous import listen

@@ -21,13 +21,12 @@ from data.batch import Batch, Field, Fields
 from data.config import GIVE_FLOATS, DataConfig
 from data.decode import OpenImage
 from data.files import DataFolderError
+from data.images import ImageView, SampleTransform
+from data.open import draw_samples
 from data.source import (
     BatchSizes,
     DatasetRequest,
     Pictures,
-    SampleTransform,
-    View,
-    draw_samples,
 )
 from data.transforms import random_box, resized_parts, training_modes
 
@@ -53,7 +52,7 @@ _LOG_ASPECT = math.log(0.3)
 
 
 @dataclass(frozen=True)
-class CropView(View):
+class CropView(ImageView):
     """Crops of each training image: two global crops of the request's size, smaller local crops,
     and a mask for the patches of the first global crop (DINOv2, https://arxiv.org/abs/2304.07193,
     section 4). Fields: ``global_crops`` (2, channels, height, width), ``local_crops`` (number,

@@ -289,7 +289,7 @@ class DinoHead(nn.Module):
 # -- The model -------------------------------------------------------------------------------------
 
 
-class _WithHeads(nn.Module):
+class _WithDinoHeads(nn.Module):
     """What DINO adds to one of timm's two Vision Transformers."""
 
     embed_dim: int
@@ -348,11 +348,11 @@ class _WithHeads(nn.Module):
         return super()._pos_embed(x)  # type: ignore[misc]
 
 
-class DinoVisionTransformer(_WithHeads, VisionTransformer):
+class DinoVisionTransformer(_WithDinoHeads, VisionTransformer):
     """timm's VisionTransformer with DINO's heads."""
 
 
-class DinoEva(_WithHeads, Eva):
+class DinoEva(_WithDinoHeads, Eva):
     """timm's Eva (DINOv3's class) with DINO's heads."""
 
     other_ropes: nn.ModuleDict

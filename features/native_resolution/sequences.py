@@ -23,16 +23,14 @@ from data.config import GIVE_FLOATS
 from data.decode import OpenImage, open_image
 from data.fake import Zeros
 from data.files import BrokenImageError, DataFolderError
+from data.images import ImageSplit, ImageView, SampleTransform, reading_of
 from data.loader import BatchLoader, DatasetLoader, GlobalBatchSampler
 from data.sizes import image_sizes
 from data.source import (
     Constant,
     DatasetRequest,
     DataSource,
-    ImageSplit,
-    SampleTransform,
     Split,
-    View,
 )
 from data.transforms import SizedTransform, TrainTransform, seeded, whole_image
 from features.native_resolution.packing import (
@@ -53,7 +51,7 @@ from features.native_resolution.packing import (
 
 
 @dataclass(frozen=True)
-class SequenceView(View):
+class SequenceView(ImageView):
     """Sequences of tokens, each with one or several whole images, in training and validation.
 
     Fields: ``patches`` (tokens, values of a patch), uint8, values by row, column and channel, as in
@@ -185,7 +183,7 @@ class PackedSplit(Split):
         """Determine the size of each image of ``split``, and pack the first epoch."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
         self.pack = pack
-        self._split, self._transform, self.encoded = split, transform, split.encoded
+        self._split, self._transform = split, transform
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
         self._grids = grids(self.sizes, self.pack)
@@ -324,7 +322,7 @@ class PackedSplit(Split):
         if encoded is None:
             image = self._split.open(number, lines=True)
         else:
-            image = open_image(encoded, self.request.reading, lines=True)
+            image = open_image(encoded, reading_of(self.request), lines=True)
         size = tuple(count * side for count, side in zip(grid, self.pack.patch, strict=True))
         resized = seeded(lambda image: self._transform(image, size), image, self.seed, epoch, index)
         return patches_of(resized, self.pack.patch)

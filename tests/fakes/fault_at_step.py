@@ -14,8 +14,8 @@ import sys
 import torch.nn.functional as F
 
 import run_vit_training
-from data import image_folder, source
-from data.intensity import Measured
+from data import image_folder, images
+from data.intensity import MeasuredIntensity
 from training import step as step_module
 from training.processes import stopping
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
     if kind == "read":
         stopping._BEFORE_FIRST_STEP_S = first
-        source._measure_intensity = lambda *asked: Measured()  # before there is a watchdog
+        images._measure_intensity = lambda *asked: MeasuredIntensity()  # before there is a watchdog
         image_folder.read_bytes = lambda *asked, **how: ctypes.CDLL(None).pause()
     elif kind == "evaluation":
         F.cross_entropy = interrupted

@@ -18,7 +18,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from data.batch import BatchShard
-from data.source import open_data
+from data.open import open_data
 from features.dino.config import DinoConfig
 from tests.fakes.filled import filled
 from tests.references.plain_mae import Block

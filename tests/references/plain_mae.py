@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.batch import PADDING, BatchShard
-from data.source import open_data
+from data.open import open_data
 from features.mae.config import MaeConfig
 from features.mae.objective import ranks_of
 from tests.fakes.filled import filled

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.batch import Batch, BatchShard
-from data.source import open_data
+from data.open import open_data
 from tools.self_check.plain import backward, clip_and_step, normalized
 from training.config import OptimizerConfig
 from training.data import dataset_request

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from run_vit_training import CONFIGS
-from training.flags import FlagField, flag_fields, help_text
+from training.command_line import help_text
+from training.flags import FlagField, flag_fields
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
 _INTRODUCTION = """# All flags

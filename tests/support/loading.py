@@ -6,7 +6,8 @@ import torch
 
 from data.batch import Batch, BatchShard
 from data.config import DataConfig
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from models.config import VitConfig
 
 CONFIG = VitConfig(img_size=16, patch_size=4, num_classes=10)

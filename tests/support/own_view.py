@@ -7,7 +7,8 @@ import torch
 from data.batch import PADDING, Batch, Field
 from data.decode import OpenImage
 from data.files import DataFolderError
-from data.source import BatchSizes, DatasetRequest, SampleTransform, View
+from data.images import ImageView, SampleTransform
+from data.source import BatchSizes, DatasetRequest
 from data.transforms import Transform
 
 LEVELS = (64, 128, 192)
@@ -16,7 +17,7 @@ NO_DETAIL = -7
 
 
 @dataclass(frozen=True)
-class DetailAndOverview(View):
+class DetailAndOverview(ImageView):
     """``detail``: the image from 0 to 1, (height, width, channels), fp32; ``overview``: whether
     each channel's mean is above each of LEVELS, (channels, 3), bool."""
 

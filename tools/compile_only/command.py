@@ -21,7 +21,6 @@ from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.logs.figures import drawing
 from training.mesh import replicas
-from training.resolve import model_line
 from xla_fsdp import jax_private, torch_xla_private, tpu
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.launch_xla import forbid_autograd
@@ -90,7 +89,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     start_xla(topology.devices, run.backend_config.xla_fsdp)
-    _log(f"tracing {model_line(run.model)}, for {topology.devices} devices ...")
+    _log(f"tracing {run.model_line}, for {topology.devices} devices ...")
     start = time.perf_counter()
     from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
 

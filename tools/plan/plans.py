@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from data.files import DataFolderError
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from models.spec import ModelSpec
 from tools.plan.config import PlanConfig
 from training.config import RunConfig

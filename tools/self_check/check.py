@@ -40,7 +40,7 @@ from training.objectives.registry import open_objective
 from training.optimizers import all_by_adamw, updates_of
 from training.processes import exchange
 from training.processes.stopping import Watchdog
-from training.resolve import Run, model_line
+from training.resolve import Run
 from training.schedule import Position
 from training.start import enter_folder
 from training.step import put_micro_batches, shard, train_step
@@ -143,7 +143,7 @@ def _check_devices(
         real, config.optimizer.weight_decay
     )
     table.say(
-        f"model: {model_line(real)}, shrunk to "
+        f"model: {asked.model_line}, shrunk to "
         f"{run.model.parameter_count:,}: {sizes.depth} blocks, {sizes.embed_dim} wide, "
         f"{sizes.num_heads} head(s), {sizes.num_tokens} tokens; "
         f"{run.config.data.batch_size} images per step"

@@ -15,9 +15,10 @@ from models.config import ModelError
 from models.initialize import allocate
 from models.registry import open_model
 from training.backend import Backend
-from training.data import dataset_request, train_loader
+from training.data import dataset_request
 from training.errors import UsageError
 from training.feature import SmallSizes
+from training.loaders import train_loader
 from training.objectives.config import LossConfig
 from training.resolve import Run, extended, model_flags
 

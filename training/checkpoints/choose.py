@@ -26,7 +26,7 @@ from typing import Literal
 
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import Elsewhere, SavedRun
-from training.checkpoints.inventory import Found, Inventory, checkpoints_at, examine
+from training.checkpoints.inventory import FoundCheckpoint, Inventory, checkpoints_at, examine
 from training.errors import UsageError
 from training.files import folder_at
 
@@ -100,7 +100,7 @@ def candidates_in(path: Path) -> Candidates:
     return _only(found[0]) if names_one else _newest_first(found)
 
 
-def _newest_first(found: Sequence[Found]) -> Candidates:
+def _newest_first(found: Sequence[FoundCheckpoint]) -> Candidates:
     problems = [
         f"{each.path} is damaged ({each.damage})" if each.damage else each.unreadable
         for each in found
@@ -115,7 +115,7 @@ def _newest_first(found: Sequence[Found]) -> Candidates:
     )
 
 
-def _only(one: Found) -> Candidates:
+def _only(one: FoundCheckpoint) -> Candidates:
     if one.damage:
         raise UsageError(f"cannot read the checkpoint {one.path}: {one.damage}")
     if one.unreadable:

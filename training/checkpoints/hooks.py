@@ -1,15 +1,20 @@
 """Hooks that save checkpoints, and stop training if it cannot continue."""
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from training.checkpoints.local_tier import LocalTier
-from training.checkpoints.saver import CheckpointSaver
 from training.errors import BAD_IMAGES, NO_BATCH, NOT_FINITE, NOT_SAVED
 from training.loop import Hook, Session, StepDone
 from training.processes.exchange import MinutesInterval
-from training.schedule import Position
-from training.step import TrainBatches
+
+if TYPE_CHECKING:
+    from training.checkpoints.local_tier import LocalTier
+    from training.checkpoints.saver import CheckpointSaver
+    from training.schedule import Position
+    from training.step import TrainBatches
 
 
 @dataclass

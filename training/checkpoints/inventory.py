@@ -53,6 +53,18 @@ def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
     return [path for path in step_folders(ckpt_dir) if checkpoint.is_complete(path)]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Where the files of a checkpoint are, as seen by one process."""
+
+    here: frozenset[str] = frozenset()
+    """The files on this process's host."""
+    elsewhere: checkpoint.Elsewhere = field(default_factory=dict)
+    """The files that only other hosts have."""
+    problem: str = ""
+    """Why the checkpoint cannot be used, the same in all processes; "" if all files are there."""
+
+
 def checkpoint_around(folder: Path) -> Path | None:
     """Return the checkpoint that a folder is, or is inside of at any depth; None if there is none.
 
@@ -121,7 +133,7 @@ def check_folders(checkpoints: CheckpointConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A complete checkpoint, as far as ``inventory`` has looked at it."""
 
     path: Path
@@ -139,9 +151,9 @@ class Inventory:
 
     is_restart: bool = False
     """Whether this job has started in ``--ckpt_dir`` before and is being restarted."""
-    here: tuple[Found, ...] = ()
+    here: tuple[FoundCheckpoint, ...] = ()
     """The complete checkpoints in ``--ckpt_dir``, newest first."""
-    named: tuple[Found, ...] = ()
+    named: tuple[FoundCheckpoint, ...] = ()
     """The checkpoint that ``--resume`` or ``--resume_epoch`` names, or those of the run whose
     folder ``--resume`` names, newest first. A restart that has checkpoints looks for none."""
     names_one: bool = True
@@ -217,7 +229,7 @@ def inventory(checkpoints: CheckpointConfig, *, alone: bool = False) -> Inventor
         )
 
 
-def _at_end_of(epoch: int, found: Iterable[Found]) -> tuple[Found, ...]:
+def _at_end_of(epoch: int, found: Iterable[FoundCheckpoint]) -> tuple[FoundCheckpoint, ...]:
     """Return the first checkpoint that was saved after the last step of an epoch, if there is
     one."""
     for each in found:
@@ -242,12 +254,12 @@ def _best(
     return [best] if best and scores[best] > -math.inf else []
 
 
-def examine(paths: Iterable[Path], *, per_host: bool = False) -> tuple[Found, ...]:
+def examine(paths: Iterable[Path], *, per_host: bool = False) -> tuple[FoundCheckpoint, ...]:
     """Judge complete checkpoints by names and sizes, and read descriptions until one can be read.
     ``per_host``: other hosts may have files that are missing here."""
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     for path in paths:
-        one = Found(path, checkpoint.quick_problem(path, per_host=per_host) or "")
+        one = FoundCheckpoint(path, checkpoint.quick_problem(path, per_host=per_host) or "")
         if not one.damage and not any(each.saved for each in found):
             saved, unreadable = read_or_problem(path)
             one = replace(one, saved=saved, unreadable=unreadable)

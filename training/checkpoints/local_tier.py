@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -46,14 +46,16 @@ from data.files import parse_object, without_secrets
 from training.checkpoints import format as checkpoint
 from training.checkpoints.format import SavedRun
 from training.checkpoints.inventory import folder_of, step_folders, step_of
-from training.checkpoints.per_host import HostFolders
 from training.checkpoints.removal import clear, remove
 from training.checkpoints.state import bytes_of, not_finite, write_state
 from training.errors import UsageError
 from training.files import check_own, in_background, random_word, read_object, replace_file
 from training.processes import exchange, peers
 from training.processes.ports import open_ports
-from training.resolve import Run
+
+if TYPE_CHECKING:
+    from training.checkpoints.per_host import HostFolders
+    from training.resolve import Run
 
 RUN_ID_FILE = "run_id"
 """In --ckpt_dir: a random word that identifies the parts of the run, and a second word that changes

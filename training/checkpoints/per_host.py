@@ -17,13 +17,12 @@ import secrets
 import socket
 import stat
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
 from training.checkpoints import format as checkpoint
-from training.checkpoints.inventory import step_folders
+from training.checkpoints.inventory import Spread, step_folders
 from training.checkpoints.remote_files import Offered, open_remote
 from training.checkpoints.removal import set_aside
 from training.files import check_own, random_word, replace_file
@@ -37,18 +36,6 @@ _SHOWN = 3
 
 Sizes = Mapping[str, int]
 """The regular files of a folder, with their sizes in bytes."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Where the files of a checkpoint are, as seen by one process."""
-
-    here: frozenset[str] = frozenset()
-    """The files on this process's host."""
-    elsewhere: checkpoint.Elsewhere = field(default_factory=dict)
-    """The files that only other hosts have."""
-    problem: str = ""
-    """Why the checkpoint cannot be used, the same in all processes; "" if all files are there."""
 
 
 def sizes_in(folder: Path) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """Write checkpoints, in all processes together, synchronously or asynchronously."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import shutil
@@ -8,12 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from training.backend import Backend
 from training.checkpoints.format import (
     METADATA,
     TRAINING_FILE,
@@ -24,13 +25,16 @@ from training.checkpoints.format import (
     write_manifest,
 )
 from training.checkpoints.inventory import folder_of, step_of
-from training.checkpoints.per_host import HostFolders
 from training.checkpoints.removal import clear, prune, remove
 from training.checkpoints.state import not_finite, state_content, write_state
 from training.errors import NOT_SAVED, RunFailed, UsageError, not_finite_error
 from training.files import in_background, replace_file
 from training.processes import exchange
-from training.schedule import Position
+
+if TYPE_CHECKING:
+    from training.backend import Backend
+    from training.checkpoints.per_host import HostFolders
+    from training.schedule import Position
 
 
 @dataclass(frozen=True)

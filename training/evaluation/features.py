@@ -28,10 +28,11 @@ from torch.nn import functional as F
 from data.batch import PADDING, Batch, SampleIndex
 from data.files import without_secrets
 from data.loader import BatchLoader, prefetch
-from data.source import DataSource, Split, open_data
+from data.open import open_data
+from data.source import DataSource, Split
 from training.backend import Backend
-from training.data import data_errors_as_usage_errors, dataset_request, input_of
-from training.errors import UsageError
+from training.data import dataset_request, input_of
+from training.errors import UsageError, data_errors_as_usage_errors
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import check_folder_writable, replace_file
 from training.logs.bad_images import TRAIN, VAL

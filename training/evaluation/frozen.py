@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from data.source import DataSource, check_several_classes
 from training.backend import Backend
 from training.config import LogConfig
-from training.data import data_errors_as_usage_errors, dataset_request
-from training.errors import BAD_IMAGES, UsageError
+from training.data import dataset_request
+from training.errors import BAD_IMAGES, UsageError, data_errors_as_usage_errors
 from training.evaluation import knn_and_probe
 from training.evaluation.class_report import report_folder
 from training.evaluation.features import Features, open_plainly

@@ -1,19 +1,26 @@
 """The hook that evaluates the model during training."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from data.loader import BatchLoader
-from training.checkpoints.hooks import Saves
 from training.checkpoints.inventory import folder_of
 from training.errors import BAD_IMAGES, NOT_FINITE
 from training.evaluation.evaluate import evaluate
 from training.logs.bad_images import VAL
-from training.logs.records import BEST, Evaluation
-from training.loop import Hook, Session, last_epoch
-from training.objectives.base import Objective
-from training.schedule import Position
+from training.logs.records import BEST
+from training.loop import Hook, last_epoch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from data.loader import BatchLoader
+    from training.checkpoints.hooks import Saves
+    from training.logs.records import Evaluation
+    from training.loop import Session
+    from training.objectives.base import Objective
+    from training.schedule import Position
 
 
 @dataclass

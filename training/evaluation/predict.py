@@ -17,23 +17,23 @@ from data.batch import Batch
 from data.class_order import in_order
 from data.decode import find_images, open_image, read_batches
 from data.files import printable, read_bytes, without_secrets
+from data.images import reading_of, view_of_images
 from data.index import class_folders
 from data.source import DataSource
 from training.backend import Backend
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
 from training.data import (
-    data_errors_as_usage_errors,
     dataset_request,
     input_of,
     open_images,
-    val_loader,
 )
-from training.errors import NOT_FINITE, RunFailed, UsageError
+from training.errors import NOT_FINITE, RunFailed, UsageError, data_errors_as_usage_errors
 from training.evaluation.class_report import gather_report, report_folder, write_report
 from training.evaluation.evaluate import evaluate
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
+from training.loaders import val_loader
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
@@ -155,9 +155,9 @@ def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[
     if in_arrays:
         split = volumes.open_files(request, list(map(str, paths)))
         return lambda number: split.load_sample(number, 0, number), 1  # one may fill the device
-    transform = request.view.transforms(request)["val"]
+    transform = view_of_images(request).transforms(request)["val"]
     return lambda number: transform(
-        open_image(read_bytes(str(paths[number])), request.reading)
+        open_image(read_bytes(str(paths[number])), reading_of(request))
     ), _BATCH_SIZE
 
 

@@ -20,7 +20,7 @@ from training.files import is_on_hub
 from training.flags import with_values
 from training.logs.bad_images import BadImages
 from training.processes.exchange import check_alike
-from training.resolve import Run, model_line, resolve_model, take_over, trained_model
+from training.resolve import Run, resolve_model, take_over, trained_model
 from training.weights.adapt import Adapter, adapt
 from training.weights.describe import settings_of, take_over_described
 from training.weights.find import commits_of_data, find, find_resumed, pretrained
@@ -87,7 +87,7 @@ def place_trained(
     adapter.check_files(verify=run.config.checkpoints.verify_checkpoint)
     model, use_ema = run.build_model(backend.constant), run.config.use.use_ema
     kind = "EMA of the weights" if use_ema else "weights"
-    say(f"model: {model_line(run.model)}, {kind} of {adapter.title}")
+    say(f"model: {run.model_line}, {kind} of {adapter.title}")
     if adapter.note:
         say(adapter.note)
     units = list(run.model.units(model))

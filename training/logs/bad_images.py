@@ -1,22 +1,26 @@
 """The unreadable images of a run: listed, counted over all processes, and limited."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from data.batch import BadImage, class_counts
 from data.files import no_link, regular, without_secrets
-from data.source import DataSource
 from training.errors import UsageError
-from training.logs.records import Evaluation
 from training.processes import exchange
-from training.resolve import Run
+
+if TYPE_CHECKING:
+    from data.source import DataSource
+    from training.logs.records import Evaluation
+    from training.resolve import Run
 
 FILE = "bad_images.txt"
 _SEPARATOR = "\t"

@@ -1,19 +1,24 @@
 """What a run has reported in its folder before this start."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from training.checkpoints import format as checkpoint
 from training.checkpoints.inventory import complete_checkpoints, step_of
-from training.checkpoints.per_host import HostFolders
 from training.errors import UsageError
 from training.files import fetch_logs, is_url
 from training.logs import records
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.processes import exchange
-from training.resolve import Run
+
+if TYPE_CHECKING:
+    from training.checkpoints.per_host import HostFolders
+    from training.resolve import Run
 
 _FILES = (records.METRICS_FILE, records.EVENTS_FILE, BAD_IMAGES_FILE)
 

@@ -1,13 +1,17 @@
-"""Hooks that log steps, epochs and image sizes."""
+"""Hooks that log steps and epochs."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from data.size_schedule import SizeSchedule
 from training.logs.bad_images import TRAIN
-from training.loop import Hook, Session, StepDone
+from training.loop import Hook
 from training.processes.exchange import SlowHosts
-from training.schedule import Position
-from training.step import TrainBatches
+
+if TYPE_CHECKING:
+    from training.loop import Session, StepDone
+    from training.step import TrainBatches
 
 
 @dataclass
@@ -65,25 +69,3 @@ class EpochLog(Hook):
             backend, steps = self.session.backend, len(self.batches.loader)
             values = backend.read({"epoch_loss": backend.epoch_loss})
             self.session.reports.log_epoch(done.at.step, done.epoch + 1, steps, values)
-
-
-@dataclass
-class SizeLog(Hook):
-    """Logs the step at which the image size changes, or the sizes that are drawn."""
-
-    session: Session
-    batches: TrainBatches
-    sizes: SizeSchedule
-    _side: int | None = field(default=None, init=False)
-
-    def reached(self, at: Position) -> None:
-        sizes, say = self.sizes, self.session.reports.say
-        if at.step >= self.session.last_step:
-            return
-        side = sizes.side(self.batches.number(at))
-        if sizes.shares and side != self._side:
-            say(f"image size {side} x {side} from step {at.step + 1:,}")
-        elif self._side is None:
-            sides = ", ".join(f"{side} x {side}" for side in sorted({*sizes.sides}))
-            say(f"image size of each step drawn at random from {sides}")
-        self._side = side

@@ -1,5 +1,7 @@
 """Report a run: progress bar, log lines, TensorBoard, metrics.jsonl, curves."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
@@ -12,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from data.files import without_secrets
-from training.backend import Backend
 from training.errors import UsageError
 from training.files import LogUploads, read_object, replace_file
 from training.logs.collapse import CollapseWatch
@@ -27,17 +28,20 @@ from training.logs.records import (
     METRICS_FILE,
     RUN_FILE,
     TENSORBOARD_DIR,
-    Evaluation,
     is_number,
     read_metrics,
     summary,
 )
 from training.logs.sinks import Guarded, JsonLines, TensorBoard, WeightsAndBiases
-from training.logs.step_timer import StepTimer
 from training.optimizers import COUNTS
 from training.processes import exchange
-from training.resolve import Run
-from training.units import Units
+from training.units import units_of
+
+if TYPE_CHECKING:
+    from training.backend import Backend
+    from training.logs.records import Evaluation
+    from training.logs.step_timer import StepTimer
+    from training.resolve import Run
 
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"
@@ -49,6 +53,8 @@ SMOOTHING_WINDOW = 5
 ViT-10B example."""
 
 
+_STATE = {"optimizer": "optimizer state", "ema": "EMA"}
+"""What the log calls parts of a state."""
 _OF_IMAGES = ("ema_val_images", "ema_val_largest_class")
 """Metrics of an evaluation of the EMA that the one of the weights has, too."""
 
@@ -169,10 +175,15 @@ class Reports:
             tqdm.write(without_secrets(text))
             sys.stdout.flush()
 
-    def describe(
-        self, run: Run, devices: str, state_bytes: dict[str, int], units: Sequence[Units]
-    ) -> None:
-        """Describe what this start runs, and on which devices, in run.json."""
+    def describe(self, run: Run) -> None:
+        """Describe what this start runs, and on which devices, in the log and in run.json."""
+        devices, state_bytes = self._backend.describe(), self._backend.state_bytes()
+        self.say(devices)
+        sizes = [f"{n / 2**20:,.2f} MiB of {_STATE.get(k, k)}" for k, n in state_bytes.items()]
+        self.say(f"state per device: {', '.join(sizes)}")
+        units = units_of(run, self._backend)
+        for alike in units:
+            self.say(f"sharded unit: {alike}" if alike.count == 1 else f"sharded units: {alike}")
         self._describe(
             job=os.environ.get("RUN_JOB_ID"),
             arguments=run.values,

@@ -4,6 +4,8 @@ Uses PyTorch's default process group, which every backend creates if there are s
 Messages are JSON, so received data is never executed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -16,18 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 
-from data.source import DataSource
-from training.backend import Backend
 from training.errors import RunFailed, UsageError, installed_version
 from training.flags import by_field
-from training.resolve import Run
+
+if TYPE_CHECKING:
+    from data.source import DataSource
+    from training.backend import Backend
+    from training.resolve import Run
 
 
 def count() -> int:

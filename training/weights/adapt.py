@@ -19,7 +19,7 @@ from torch import nn
 
 from models.config import ModelError
 from models.initialize import allocate_own, on_meta
-from models.spec import HEADS, ModelSpec
+from models.spec import ModelSpec
 from training.checkpoints.format import EMA
 from training.errors import UsageError
 from training.feature_table import added_parameters
@@ -33,7 +33,7 @@ from training.weights.source import Source, check_files
 _PATCHES = "patch_embed.proj.weight"
 _HEAD = "head."
 _MAY_BE_NEW = (
-    *(*HEADS, "cls_token", "reg_token", "attn_pool.", "fc_norm."),
+    *(*ModelSpec.head_prefixes, "cls_token", "reg_token", "attn_pool.", "fc_norm."),
     *("embeds.cls_token", "embeds.reg_token"),
 )
 """Prefixes of tensors that only the model may have, besides those that features add; they are

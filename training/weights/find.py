@@ -28,8 +28,7 @@ from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun
 from training.checkpoints.inventory import inventory, retry_while_error_changes
 from training.config import RunConfig
-from training.data import data_errors_as_usage_errors
-from training.errors import UsageError
+from training.errors import UsageError, data_errors_as_usage_errors
 from training.files import HUB_PREFIX, folder_at, is_on_hub, is_url
 from training.flags import by_field, flat
 from training.logs.records import BEST

@@ -12,10 +12,11 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from data.batch import PADDING, BatchShard
-from data.buckets import BucketView, nearest_bucket
 from data.config import DataConfig
+from data.open import open_data
 from data.pack import pack
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest
+from features.image_sizes.buckets import BucketView, nearest_bucket
 from models.positions import Resampling
 from models.registry import open_model
 from models.timm_private import compute_on_grids

@@ -14,7 +14,8 @@ from data import hub
 from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from tests.fakes.hub_server import TOKEN, HubServer, Repository
 from tests.support.cli import run_program
 from tests.support.loading import check_same_epochs

@@ -12,8 +12,9 @@ import pytest
 
 from data.config import OPENED_BY
 from data.files import DataFolderError
+from data.open import open_data
 from data.pack import pack
-from data.source import DatasetRequest, View, open_data
+from data.source import DatasetRequest, View
 from tests.fakes.pod import wait_until
 from tests.support.cli import Result, run_program, tiny
 from tests.support.loading import EVERYTHING, arguments, check_same

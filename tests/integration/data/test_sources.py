@@ -16,8 +16,8 @@ from torchvision.datasets import ImageFolder
 from data import files, index, index_file
 from data.batch import BatchShard
 from data.files import BrokenImageError, DataFolderError
+from data.open import open_data
 from data.pack import pack
-from data.source import open_data
 from models.config import VitConfig
 from tests.support.cli import DIGITS, VAL_IMAGES, run_program, train_tiny, train_tiny_gpu
 from tests.support.hostile import damaged

@@ -222,7 +222,7 @@ def test_wandb_is_not_installed(capsys, tmp_path, monkeypatch):
 def test_only_the_first_process_of_a_node_complains(
     local_rank, lines, mistake, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("training.flags.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("training.command_line.time.sleep", lambda seconds: None)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with contextlib.suppress(SystemExit):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from data.batch import BatchShard, joined
-from data.source import open_data
+from data.open import open_data
 from tests.references import plain_dino
 from tests.support.cli import tiny, train_tiny
 from tests.support.crop_sizes import FORMS, PAIRS

@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from data.batch import BatchShard, joined, micro_batches
 from data.config import DataConfig
-from data.size_schedule import SizeSchedule
-from data.source import open_data
+from data.open import open_data
+from features.image_sizes.schedule import SizeSchedule
 from tests.fakes.filled import filled
 from tests.support.cli import tiny, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.support.marks import long

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data.batch import BatchShard
-from data.source import open_data
+from data.open import open_data
 from features.mae.model import images_of, patches_of
 from features.mae.objective import ranks_of
 from tests.references import plain_mae

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.batch import BatchShard, micro_batches
-from data.source import open_data
+from data.open import open_data
 from tests.fakes.filled import filled
 from tests.support import cli
 from tests.support.cli import TINY_MODEL, train_tiny, train_tiny_gpu

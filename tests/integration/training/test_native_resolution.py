@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from data.batch import PADDING, BatchShard
-from data.source import open_data
+from data.open import open_data
 from tests.fakes.filled import filled
 from tests.references.plain_steps import train_by, warm_cosine
 from tests.support.cli import (

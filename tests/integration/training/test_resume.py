@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from data.config import DataConfig
+from data.open import open_data
 from data.pack import pack
-from data.source import FILES, DatasetRequest, open_data
+from data.source import FILES, DatasetRequest
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.support.cli import DIGITS, TINY_MODEL, train_tiny, train_tiny_gpu
 from tests.support.curves import assert_same_curves

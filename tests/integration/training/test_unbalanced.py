@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sklearn.metrics import balanced_accuracy_score, recall_score
 
 from data.batch import BatchShard
-from data.source import open_data
+from data.open import open_data
 from tests.fakes.filled import filled
 from tests.support.cli import TINY_MODEL, TINY_RUN, run_program, train_tiny, train_tiny_gpu
 from tests.support.marks import long

@@ -17,7 +17,7 @@ from data.config import DataConfig
 from data.decode import Pixels
 from data.files import DataFolderError
 from data.loader import GlobalBatchSampler
-from data.source import open_data
+from data.open import open_data
 from data.transforms import TrainTransform, seeded
 from features.dino.config import DinoConfig
 from tests.support.cli import ROOT

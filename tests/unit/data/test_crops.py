@@ -17,7 +17,8 @@ from torchvision.transforms.v2 import functional
 from data.batch import BatchShard, Field
 from data.config import DataConfig
 from data.decode import Pixels, open_image
-from data.source import DatasetRequest, View, open_data
+from data.open import open_data
+from data.source import DatasetRequest, View
 from data.transforms import seeded
 from features.dino import crops as crops_module
 from features.dino.crops import (

@@ -22,7 +22,8 @@ from data.batch import PADDING, BatchShard, Field, Sample
 from data.digits import read_mnist, write_digits
 from data.files import DataFolderError
 from data.loader import DatasetLoader, GlobalBatchSampler, default_workers
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from models.config import VitConfig
 from tests.support.loading import (
     EVERYTHING,

@@ -15,7 +15,7 @@ from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
 from data.image_table import read_table
-from data.source import open_data
+from data.open import open_data
 from data.table_split import choose_validation
 from features.table_split import split_rows, store_split
 from tests.support.loading import CONFIG, arguments, check_same_epochs, wanted

@@ -19,8 +19,8 @@ from data.batch import PADDING, BatchShard, SampleIndex
 from data.decode import find_images, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.index import check_folder, index_split
+from data.open import open_data
 from data.pack import pack
-from data.source import open_data
 from models.config import VitConfig
 from tests.support.loading import arguments, check_same, concatenated, loaders, wanted
 from tests.support.memory_files import in_memory

@@ -18,11 +18,14 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from data import decode
+from data import decode, image_folder
 from data import dicom as dicom_files
+from data.config import DataConfig
 from data.decode import MAX_PIXELS, Reading, image_size, open_image, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.intensity import Intensity, measure
+from data.open import open_data
+from data.source import DatasetRequest
 from tests.support.deep_files import data_set, dicom, png_of_16_bits, tiff, written
 
 pytestmark = pytest.mark.fast
@@ -473,3 +476,46 @@ def test_pixels_of_masks_and_older_runs_are_unchanged():
         np.asarray(read_image(png_of_16_bits(TWELVE)))[..., 0], ranged(TWELVE, 0, 65535)
     )
     assert MAX_PIXELS == 178956970
+
+
+def in_folder(root, encoded, suffix):
+    """A request for four images in two classes."""
+    for split in ("train", "val"):
+        for number in range(4):
+            path = root / split / f"class{number % 2}" / f"{number}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encoded)
+    config = DataConfig(data_dir=str(root), batch_size=2, num_workers=0)
+    return DatasetRequest(config, 3, (16, 16), 2, seed=0)
+
+
+def test_a_source_is_opened_once(tmp_path, monkeypatch):
+    opened_times, find = [], image_folder.index_folders
+    monkeypatch.setattr(
+        image_folder, "index_folders", lambda request: [opened_times.append(1), find(request)][1]
+    )
+    source = open_data(in_folder(tmp_path, tiff(TWELVE), ".tif"))
+    low, high = np.percentile(np.stack([TWELVE] * 4), (0.5, 99.5))
+    chosen = ("auto", str(int(np.floor(low))), str(int(np.ceil(high))))
+    assert opened_times == [1]
+    assert source.intensity == chosen
+    assert {split.request.config.intensity for split in source.splits.values()} == {chosen}
+    assert "--intensity auto: " in str(source)
+
+
+@pytest.mark.parametrize(("suffix", "bytes_read"), [(".JPG", {}), (".png", {"most": 65536})])
+def test_what_is_read_of_images_of_8_bits_before_training(
+    suffix, bytes_read, tmp_path, monkeypatch
+):
+    """Nothing where the name says it, otherwise the first bytes."""
+    kind = "JPEG" if suffix == ".JPG" else "PNG"
+    request, sizes = in_folder(tmp_path, pillow(np.zeros((8, 8), np.uint8), kind), suffix), []
+    read = image_folder.read_bytes
+
+    def counted(path, first, most, **how):
+        sizes.append(most)
+        return read(path, first, most, **how)
+
+    monkeypatch.setattr(image_folder, "read_bytes", counted)
+    assert open_data(request).intensity is None
+    assert sizes == 4 * [*bytes_read.values()]

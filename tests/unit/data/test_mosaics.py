@@ -10,7 +10,8 @@ from sklearn.datasets import load_digits
 from data.batch import BatchShard
 from data.digits import INTENSITIES, LENGTHS, read_digits
 from data.files import DataFolderError
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from tests.support.loading import arguments, check_same, check_same_epochs, concatenated
 
 SIZES = [(64, 64), (64, 96), (32, 32), (16, 16), (8, 40), (16, 32, 32), (32, 16, 24)]

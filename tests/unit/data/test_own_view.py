@@ -12,7 +12,8 @@ from data import fake
 from data.batch import PADDING, BatchShard, Field
 from data.config import DataConfig
 from data.files import DataFolderError
-from data.source import DatasetRequest, View, open_data
+from data.open import open_data
+from data.source import DatasetRequest, View
 from tests.support.loading import check_same, check_same_epochs, concatenated
 from tests.support.own_view import NO_DETAIL, DetailAndOverview, HalvedLater, of_plain
 

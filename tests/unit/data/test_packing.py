@@ -16,8 +16,9 @@ from data import fake
 from data.batch import PADDING, BatchShard, Field
 from data.config import DataConfig
 from data.files import DataFolderError
+from data.open import open_data
 from data.pack import pack as pack_shards
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest
 from data.tables import ParquetSplit
 from data.transforms import TrainTransform, random_box, seeded
 from features.native_resolution.packing import (

@@ -10,8 +10,9 @@ from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import BrokenImageError, DataFolderError
 from data.image_table import read_table
+from data.open import open_data
 from data.pack import pack
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest
 from data.volumes import open_array
 from tests.support.archives import write_imagenet_archives
 from tests.support.cli import DIGITS

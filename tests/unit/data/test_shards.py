@@ -16,8 +16,8 @@ from torchvision.datasets import ImageFolder, imagenet
 from data import files
 from data.batch import SampleIndex
 from data.files import DataFolderError
+from data.open import open_data
 from data.pack import main, pack
-from data.source import open_data
 from models.config import VitConfig
 from tests.support.archives import write_imagenet_archives, write_tar
 from tests.support.cli import ALL_DIGITS

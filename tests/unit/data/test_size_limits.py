@@ -23,9 +23,9 @@ from data.class_order import in_order
 from data.decode import MAX_PIXELS, image_size, open_image, read_mask
 from data.files import BrokenImageError, DataFolderError, SizeLimit, read_bytes
 from data.image_table import read_table
+from data.open import open_data
 from data.pack import pack
 from data.segmentation import open_masked
-from data.source import open_data
 from data.volumes import open_array
 from tests.support.archives import write_tar
 from tests.support.jpegs import jpeg

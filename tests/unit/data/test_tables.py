@@ -20,7 +20,8 @@ from data.batch import BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError, open_system
 from data.loader import WINDOW, RunSampler
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from data.tables import ParquetSplit, split_files
 from tests.support.cli import ROOT
 from tests.support.loading import check_same_epochs, concatenated

@@ -5,10 +5,11 @@ import pytest
 from PIL import Image
 
 from data.batch import SampleIndex
-from data.buckets import BucketView
 from data.config import DataConfig
 from data.files import BrokenImageError
-from data.source import DatasetRequest, Split, View, open_data
+from data.open import open_data
+from data.source import DatasetRequest, Split, View
+from features.image_sizes.buckets import BucketView
 from features.native_resolution.packing import PackRequest
 from features.native_resolution.sequences import SequenceView
 from tests.support.own_view import DetailAndOverview

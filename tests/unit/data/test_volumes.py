@@ -12,7 +12,8 @@ import torch
 
 from data.batch import BatchShard
 from data.files import DataFolderError
-from data.source import DatasetRequest, open_data
+from data.open import open_data
+from data.source import DatasetRequest
 from tests.support.loading import arguments, check_same, concatenated
 
 SIZE = (8, 12, 16)

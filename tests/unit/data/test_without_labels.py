@@ -11,8 +11,9 @@ from PIL import Image
 from data.batch import PADDING, BatchShard
 from data.config import DataConfig
 from data.files import DataFolderError
+from data.open import open_data
 from data.pack import main, pack
-from data.source import DatasetRequest, open_data
+from data.source import DatasetRequest
 from tests.support.loading import concatenated
 from tests.support.memory_files import in_memory
 

@@ -1,6 +1,7 @@
 """The table of features: what they declare is there, and a feature that nobody knows takes part."""
 
 import math
+import re
 import typing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -59,6 +60,7 @@ def set_to(words, by=()):
     """The values, by field, that set a flag as ``words`` say, with the first that it requires."""
     name, _, wanted = words.partition(" ")
     option = BY_NAME[name]
+    wanted = re.sub(r"\[(.).*?\]", r"\1", wanted)  # [02]* as 0*
     value = wanted or next((c for c in option.choices if c != option.field.default), 7)
     if option.is_switch:
         value = not option.field.default

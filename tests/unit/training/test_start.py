@@ -22,7 +22,7 @@ from training.checkpoints.choose import AllDamaged, Candidates, Start, choose_st
 from training.checkpoints.compatible import changes_since, check, check_continues, other_order
 from training.checkpoints.config import CheckpointConfig
 from training.checkpoints.format import SavedRun, quiet_dcp, read_saved_run
-from training.checkpoints.inventory import Found, Inventory, digest
+from training.checkpoints.inventory import FoundCheckpoint, Inventory, digest
 from training.errors import UsageError
 from training.prepare import plan_start
 from training.resolve import take_over
@@ -96,10 +96,10 @@ def run(written, tmp_path):
 
 def found(step, **how):
     path = Path(f"run/step_{step}")
-    return Found(path, **{"saved": SavedRun(path, Position(step), {})} | how)
+    return FoundCheckpoint(path, **{"saved": SavedRun(path, Position(step), {})} | how)
 
 
-OLD = Found(Path("run/step_5"))
+OLD = FoundCheckpoint(Path("run/step_5"))
 BOTH = (found(10), OLD)
 DAMAGED = (found(10, damage="of its files", saved=None), found(5, unreadable="no", saved=None))
 LOCAL = {"local_ckpt_dir": "disk"}

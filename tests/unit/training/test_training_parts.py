@@ -25,7 +25,6 @@ from training.flags import flat
 from training.logs.records import Evaluation, read_metrics
 from training.logs.reports import Reports
 from training.logs.step_timer import StepTimer
-from training.resolve import model_line
 from xla_fsdp.tpu import peak_of
 
 pytestmark = pytest.mark.fast
@@ -36,11 +35,11 @@ pytestmark = pytest.mark.fast
 def test_the_flags_that_change_a_model_are_named():
     """A preset's name says little about a model of a thousandth of its parameters."""
     small = "--embed_dim 48 --num_blocks 2 --num_heads 4 --image_size 16 --no-qkv_bias"
-    line = model_line(on_xla(["--fake_data", "--patch_size", "4", *small.split()]).model)
+    line = on_xla(["--fake_data", "--patch_size", "4", *small.split()]).model_line
     name, _, typed = line.removesuffix(")").partition(" parameters (")
     assert name == "vit_10b, 108,472"
     assert sorted(f" {typed}".split(" --")) == sorted(f" {small} --patch_size 4".split(" --"))
-    assert model_line(on_xla(["--fake_data"]).model) == "vit_10b, 10,077,917,160 parameters"
+    assert on_xla(["--fake_data"]).model_line == "vit_10b, 10,077,917,160 parameters"
 
 
 # -- shards ---------------------------------------------------------------------------

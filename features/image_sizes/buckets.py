@@ -15,12 +15,13 @@ from PIL import Image
 
 from data.batch import PADDING, SampleIndex
 from data.files import DataFolderError
+from data.images import ImageSplit, ImageView
 from data.loader import GlobalBatchSampler
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource, ImageSplit, Split, View
+from data.source import DatasetRequest, DataSource, Split
 
 
-class BucketView(View):
+class BucketView(ImageView):
     """Whole images in the nearest of several sizes."""
 
     def arrange(
@@ -49,7 +50,7 @@ class BucketSplit(Split):
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         """Find the bucket of each image of ``split``."""
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        self._split, self.encoded, sizes = split, split.encoded, request.config.bucket_sizes
+        self._split, sizes = split, request.config.bucket_sizes
         self.bucket_of = nearest_bucket(image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
@@ -57,7 +58,7 @@ class BucketSplit(Split):
         for height, width in sizes:
             low, high = (ratio * width / height for ratio in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
-            of_bucket = replace(request, size=(height, width), config=config, view=View())
+            of_bucket = replace(request, size=(height, width), config=config, view=ImageView())
             self.resized.append(split.with_request(of_bucket))
 
     def name_of(self, number: int) -> str:

@@ -13,7 +13,8 @@ import re
 from dataclasses import dataclass, replace
 
 from data.config import DataConfig
-from data.source import BatchSizes, DatasetRequest, View
+from data.images import ImageView
+from data.source import BatchSizes, DatasetRequest
 
 MAGNITUDE = re.compile(r"(?<=-m)\d+(?=-|$)")
 """The magnitude in the name of a policy of RandAugment."""
@@ -65,7 +66,7 @@ class SizeSchedule:
         return replace(config, aa=MAGNITUDE.sub(scaled, config.aa))
 
 
-class SizeScheduleView(View):
+class SizeScheduleView(ImageView):
     """Whole images, whose size in training is that of the step."""
 
     def sizes(self, request: DatasetRequest, steps: int) -> BatchSizes | None:
@@ -80,7 +81,7 @@ class SizeScheduleView(View):
                 request,
                 size=(side, side),
                 config=schedule.config_of(request.config, side),
-                view=View(),
+                view=ImageView(),
             )
             for side in schedule.sides
         ]

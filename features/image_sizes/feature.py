@@ -34,7 +34,7 @@ class Buckets(Feature):
     }
 
     def view(self, run: Run, *, augment: bool) -> View | None:
-        from data.buckets import BucketView
+        from features.image_sizes.buckets import BucketView
 
         return BucketView()
 
@@ -63,13 +63,13 @@ class ImageSizeSchedule(Feature):
     excludes = {**_EXCLUDED_BY_SIZES, "--buckets": ""}
 
     def view(self, run: Run, *, augment: bool) -> View | None:
-        from data.size_schedule import SizeScheduleView
+        from features.image_sizes.schedule import SizeScheduleView
 
         return SizeScheduleView() if augment else None
 
     def hooks(self, training: Training) -> Sequence[Hook]:
-        from data.size_schedule import SizeSchedule
-        from training.logs.hooks import SizeLog
+        from features.image_sizes.log import SizeLog
+        from features.image_sizes.schedule import SizeSchedule
 
         config, steps = training.run.config, training.schedule.steps
         sizes = SizeSchedule.of(config.data, config.seed, steps)
@@ -85,7 +85,7 @@ class ImageSizeSchedule(Feature):
             raise UsageError(
                 f"--image_size_schedule: the shares add up to {sum(shares):.4g}, not 1"
             )
-        from data.size_schedule import MAGNITUDE
+        from features.image_sizes.schedule import MAGNITUDE
 
         policy = data.aa or ""
         is_rand_augment = policy.startswith("rand") and MAGNITUDE.search(policy)

@@ -1,0 +1,1 @@
+"""Training images of several sizes: ``--buckets``, ``--image_size_schedule``."""
