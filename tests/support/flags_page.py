@@ -57,7 +57,14 @@ def _escaped(text: str) -> str:
     for character in ("\\", "|", "*"):
         text = text.replace(character, f"\\{character}")
     ours = r"--\w+(?![\w-])"  # timm's have hyphens
-    return re.sub(ours, r"`\g<0>`", text.replace("<", "&lt;"))
+    text = re.sub(ours, r"`\g<0>`", text.replace("<", "&lt;"))
+    return re.sub(r"\bdocs/([\w/]+\.md)", lambda found: f"[{_title(found[1])}]({found[1]})", text)
+
+
+def _title(page: str) -> str:
+    """Return the title of a page of docs/."""
+    with (PAGE.parent / page).open() as lines:
+        return next(lines).removeprefix("# ").strip()
 
 
 if __name__ == "__main__":
