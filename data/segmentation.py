@@ -40,6 +40,7 @@ from data.index_file import Strings
 from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource, View
 from data.tables import open_masks
+from data.transforms import grayscale
 from data.windows import WindowSplit
 
 IGNORED = -1
@@ -77,7 +78,7 @@ class StoredWindows(WindowSplit):
         sides = self.scaled[image].tolist()
         resized = pil_to_tensor(v2.functional.resize(pixels, sides, self._mode))
         if self.request.channels == 1:
-            resized = v2.functional.rgb_to_grayscale(resized)
+            resized = grayscale(resized)
         self._last = image, resized
         return resized
 

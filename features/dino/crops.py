@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torchvision.transforms import v2
 
 from data.batch import Batch, Field, Fields
 from data.config import GIVE_FLOATS, DataConfig
@@ -28,7 +27,7 @@ from data.source import (
     DatasetRequest,
     Pictures,
 )
-from data.transforms import random_box, resized_parts, training_modes
+from data.transforms import grayscale, random_box, resized_parts, training_modes
 
 GLOBALS = 2
 """Number of global crops per image."""
@@ -197,7 +196,7 @@ class MultiCrop:
         crops = []
         for crop, (flips, distortion) in zip(resized, drawn, strict=True):
             crop = crop.flip(-1) if flips else crop
-            crop = v2.functional.rgb_to_grayscale(crop) if self._gray else crop
+            crop = grayscale(crop) if self._gray else crop
             crops.append(distort(crop, distortion))
         fields = {"global_crops": torch.stack(crops[:GLOBALS])}
         if gram_count:

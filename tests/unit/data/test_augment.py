@@ -138,6 +138,11 @@ def test_flips_and_grey():
     config = DataConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0, vflip=1.0)
     made = seeded(TrainTransform(config, (8, 8), 3), Pixels(ramp), 0, 0, 0)
     assert torch.equal(made, torch.from_numpy(ramp[::-1].copy()).permute(2, 0, 1))
+    for pixels in (ramp, PHOTOGRAPHS[0]):  # gray images stay as they are
+        gray = np.array(Image.fromarray(pixels).convert("L"))
+        config = DataConfig(scale=(1.0, 1.0), ratio=(0.1, 10.0), hflip=0)
+        made = TrainTransform(config, gray.shape, 1)(Pixels(pixels))
+        assert torch.equal(made, torch.from_numpy(gray)[None])
     config = DataConfig(aa="3a", color_jitter=(0.3, 0.3, 0.3, 0.5), reprob=1.0)
     made = seeded(TrainTransform(config, SIZE, 1), Pixels(PHOTOGRAPHS[0]), 0, 0, 0)
     assert made.shape == (1, *SIZE)
