@@ -107,6 +107,8 @@ RUN: dict[str, Run] = {
     "python3 -m pip install -r requirements-tpu.txt": Run(
         (r"^Requirement already satisfied: torch_xla==",)
     ),
+    "python3 run_vit_training.py @recipes/digits.args --data_dir datasets/digits --backend cuda "
+    "--print_config": Run((r"^--model vit_tiny_patch16_224$",), quoted=True),
     "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
     "python3 run_vit_training.py --help all": Run((r"^  --flatten_parameters ",)),
     "python3 run_vit_training.py --help xla": Run((r"^  --flatten_parameters ",)),
