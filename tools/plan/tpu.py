@@ -42,7 +42,7 @@ from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = "run_vit_training.py"
 _SOURCES = (
-    *(_PROGRAM, "config_fields.py"),
+    *(_PROGRAM, "config_fields.py", "tpu_machines.py"),
     *("features", "training", "models", "data", "xla_fsdp", "tools"),
 )
 _PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
