@@ -1,5 +1,7 @@
 """The records of a run: evaluations, metrics.jsonl and events.jsonl, and how to read them."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import math
@@ -8,12 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeGuard
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
 from data.files import parse_object, printable, regular
-from training.logs.by_class import ByClass
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from training.logs.by_class import ByClass
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
