@@ -329,7 +329,7 @@ RUN: dict[str, Run] = {
     "python3 -m tools.report ~/vit_10b ~/vit_large": REPORT,
     "python3 -m tools.report ~/vit_10b": REPORT,
     "python3 -m tools.report ~/vit_s16": Run(
-        leaves=("../vit_s16/report.html",), trained=True, quoted=True
+        (r"^report: /\S+/vit_s16/report.html$",), leaves=("../vit_s16/report.html",), trained=True
     ),
     "python3 -m tools.goodput ~/vit_s16": Run((r"^  useful steps  ",), trained=True),
     "mkdir -p ~/vit_10b": Run(leaves=("../vit_10b",)),
