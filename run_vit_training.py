@@ -47,7 +47,7 @@ CONFIGS = {"run": RunConfig, **BACKEND_CONFIGS, "plan": PlanConfig}
 MODE_FLAGS = (
     "ckpt_dir_per_host",
     *(field.name for config in (UseConfig, PlanConfig) for field in fields(config)),
-    *("resume_epoch", "init_from", "pretrained", "self_check", "plan", "teacher"),
+    *("resume_epoch", "init_from", "pretrained", "self_check", "plan", "print_config", "teacher"),
     *("tpu_topology", "explain", "hlo_dir"),
 )
 """Fields of flags that select what the program does. Their rules are checked first."""
@@ -109,6 +109,15 @@ def train(flags: Flags) -> None:
 
     config, start, weights = plan_start(flags.run)
     run_on_backend(flags, config, functools.partial(prepare_training, start, weights))
+
+
+def print_config(flags: Flags) -> None:
+    """``--print_config``: print the configuration of a training, and start nothing."""
+    from training.prepare import plan_start
+    from training.print_config import print_run
+
+    config, _, _ = plan_start(flags.run)
+    run_on_backend(flags, config, print_run)
 
 
 def evaluate(flags: Flags) -> None:
@@ -210,10 +219,10 @@ def _require_xla(flags: Flags, mode: str) -> None:
 
 # -- on a backend ----------------------------------------------------------------------------------
 
-Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None]]]
+Prepare = Callable[[Any], tuple[Any, Callable[[Any, Any], None] | None]]
 """Takes a resolved run and returns (run, body). The run is unchanged, except for --self_check,
 which starts the backend for a small one. The body is called with the run and the backend in every
-process."""
+process; without one, no backend is started."""
 
 
 def choose_backend(choice: BackendChoice) -> BackendChoice:
@@ -239,7 +248,7 @@ def choose_backend(choice: BackendChoice) -> BackendChoice:
 
 
 def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
-    """Resolve the run for its backend, prepare it, and run its body in every process."""
+    """Resolve the run for its backend, prepare it, and run its body, if any, in every process."""
     backend = choose_backend(config.backend)
     check_foreign(flags.backend_configs, backend, config.explicitly_set)
     launch: Callable[[Callable[[Any, Any], None], Any], None]
@@ -255,6 +264,8 @@ def run_on_backend(flags: Flags, config: RunConfig, prepare: Prepare) -> None:
         from torch_fsdp.launch_torch import launch
 
         run, body = prepare(resolve_gpu.resolve(replace(config, backend=backend), flags.torch))
+    if body is None:
+        return
     from training.processes.exchange import tag_errors_with_rank
 
     gc.freeze()  # objects that exist by now stay alive: never scan them for garbage
@@ -350,6 +361,8 @@ def _run(flags: Flags) -> int:
         mode = evaluate
     elif config.self_check:
         mode = self_check
+    elif config.print_config:
+        mode = print_config
     with drop_unread_output(PROGRAM):  # else launchers restart a run that nobody watches
         mode(flags)
     return 0

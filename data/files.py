@@ -3,6 +3,8 @@
 URLs of all kinds that fsspec supports can be used: gs://, s3://, file://, ...
 """
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import errno
@@ -19,11 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
-from fsspec.registry import get_filesystem_class, known_implementations
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 Result = TypeVar("Result")
 
@@ -324,6 +325,8 @@ def problem_of_url(url: str) -> str | None:
     """Return why fsspec cannot open this URL's protocol; None if it can, or for a path."""
     if not is_url(url):
         return None
+    from fsspec.registry import get_filesystem_class, known_implementations  # see open_storage
+
     protocol = url.partition("://")[0]
     try:
         get_filesystem_class(protocol)
@@ -341,6 +344,8 @@ def open_storage(path: str, **options: Any) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system and the path in it for a path or URL. Each process gets its own
     file system, because forked processes must not share connections. Raises what the file system
     raises."""
+    from fsspec.core import url_to_fs  # here: tools that read local files run without packages
+
     # These loggers print a traceback for each error that gcsfs also raises.
     for name in ("gcsfs", "fsspec.prefetcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -26,7 +26,9 @@ class IntensityWords(Feature):
             Intensity.parse(data.intensity)
         except ValueError as error:
             raise UsageError(f"{typed}: {error}") from None
-        if data.data_source in ("fake", "digits", "mnist", "mosaics", "volumes"):
+        # auto is the default, which --print_config prints for any source.
+        has_no_effect = data.data_source in ("fake", "digits", "mnist", "mosaics", "volumes")
+        if has_no_effect and data.intensity != "auto":
             raise UsageError(
                 f"{typed} has no effect with --data_source {data.data_source}: drop it"
             )

@@ -49,6 +49,7 @@ from launch.slices import (
     reading,
 )
 from launch.xla_dist import without_values
+from tpu_machines import MACHINE_TYPES
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMAGE_PROJECT = "ubuntu-os-accelerator-images"
@@ -56,19 +57,18 @@ _IMAGE = "ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
 _IMAGE_TPU7X = "ubuntu-accel-2404-amd64-tpu-tpu7x"
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 """By default a VM may not write to buckets."""
-_ONE_HOST = {
-    "v6e:1x1": "ct6e-standard-1t",
-    "v6e:2x2": "ct6e-standard-4t",
-    "v6e:2x4": "ct6e-standard-8t",
-    "v5p:2x2x1": "ct5p-hightpu-4t",
-    "tpu7x:2x2x1": "tpu7x-standard-4t",
-}
-"""Machine types by topology; those of several hosts have four chips a host."""
+_MACHINES = (
+    *("ct6e-standard-1t", "ct6e-standard-4t", "ct6e-standard-8t"),
+    *("ct5p-hightpu-4t", "tpu7x-standard-4t"),
+)
+_ONE_HOST = {MACHINE_TYPES[machine]: machine for machine in _MACHINES}
+"""Machine types by topology."""
 _SEVERAL_HOSTS = {
-    "v6e": "ct6e-standard-4t",
-    "v5p": "ct5p-hightpu-4t",
-    "tpu7x": "tpu7x-standard-4t",
+    MACHINE_TYPES[machine].partition(":")[0]: machine
+    for machine in _MACHINES
+    if machine.endswith("-4t")
 }
+"""Machine types of slices of several hosts, which have four chips each, by kind of chip."""
 _LAST_ASKS = 4
 """How often to ask, after a failure, whether the slices were preempted."""
 LAST_ERROR = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import importlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,47 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> ModelSpec:
             if spec is not None:
                 return spec
 
-    # Suggest the most similar names; presets come first.
-    plain = name.strip().lower().replace("-", "_").partition(".")[0].removeprefix("timm/")
-    known = _names()
-    suggestions = [model for model in (plain, f"timm/{plain}") if model in known]
-    suggestions = suggestions or difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
-    hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""
+    near = _similar(name, _names())
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ModelError(f"unknown model {name}{hint} (--list_models lists all, also of --extension)")
+
+
+_TIMM_WORDS = {
+    **{"t": "tiny", "ti": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"},
+    **{"g": "giant", "bigg": "gigantic", "reg": "reg4"},
+}
+"""Timm's words for those of papers and other programs."""
+
+
+def _similar(name: str, known: Sequence[str]) -> list[str]:
+    """Return the models that an unknown name may mean: the one that shares most words with it, as
+    timm writes them, else the most similar ones."""
+    words = _timm_words(name)
+    plain = "_".join(words)
+
+    def distance(model: str) -> tuple[float, ...]:
+        own = model.removeprefix("timm/").split("_")
+        shared = len({*own} & {*words})
+        likeness = difflib.SequenceMatcher(None, plain, model).ratio()
+        return -shared, len(own) - shared, "224" not in own, -likeness
+
+    nearest = min(known, key=distance)
+    if distance(nearest)[0] <= -2:
+        return [nearest]
+    return difflib.get_close_matches(plain, known, _SUGGESTED, 0.5)
+
+
+def _timm_words(name: str) -> list[str]:
+    """Return the words of a model's name as in timm's names: vit, large and patch14 of "ViT-L/14",
+    "vit_l_14" and "dinov2_vitl14", which has dinov2, too."""
+    text = re.sub(r".*[/:](?=.*[A-Za-z])", "", name).partition(".")[0]  # without an owner and a tag
+    text = re.sub(r"(?<![A-Za-z])G(?![A-Za-z])", "bigG", text)  # ViT-g is smaller than ViT-G
+    words: list[str] = []
+    for word in re.findall("[a-z0-9]+", text.lower()):
+        joined = re.fullmatch(r"(vit)(so400m|\d+b|ti|[tsblhg])(\d*)(plus)?", word)
+        words += filter(None, joined.groups()) if joined else [word]
+    words = [_TIMM_WORDS.get(word, word) for word in words]
+    return [f"patch{word}" if re.fullmatch(r"\d{1,2}", word) else word for word in words]
 
 
 def list_models(pattern: str | None = None) -> list[ListedModel]:

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import check_python
 
-    check_python.check("tools.goodput")
+    check_python.check("tools.goodput", packages=())
 
 from config_fields import bounded, local_path, seconds
 from data.utf8 import use_utf8
@@ -36,7 +36,6 @@ from tools.wall_time import (
 )
 from training.command_line import OneLineParser
 from training.errors import UsageError
-from training.logs.figures import as_label, pyplot, save_figure
 from training.logs.records import EVENTS_FILE, damaged_lines, read_events
 from training.processes.output import exit_quietly_on_broken_pipe
 
@@ -256,7 +255,10 @@ def as_values(name: str, account: Account) -> dict[str, Any]:
 
 
 def draw(accounts: Mapping[Path, Account], path: Path) -> None:
-    """Draw the shares of wall time, a bar a run. Raises OSError, or ValueError for a suffix."""
+    """Draw the shares of wall time, a bar a run. Raises OSError, ValueError for a suffix, or
+    ImportError without matplotlib."""
+    from training.logs.figures import as_label, pyplot, save_figure
+
     figure, axis = pyplot().subplots(figsize=(10, 1.7 + 0.55 * len(accounts)), layout="constrained")
     names = [
         f"{as_label(name)}\n{duration(account.wall_s)}"
@@ -371,7 +373,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 draw(accounts, picture)
             except (OSError, ValueError) as error:  # ValueError: an unknown suffix
                 raise UsageError(f"cannot write {picture}: {error}") from None
-            texts.append(f"picture: {picture}")
+            except ImportError:
+                left_out.append(f"left out: {picture}: it requires the package matplotlib")
+            else:
+                texts.append(f"picture: {picture}")
     except UsageError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,8 @@ while they train. The page, made from ``tools/report.html``, needs no network an
 import html
 import itertools
 import json
+import math
+import statistics
 import string
 import sys
 from array import array
@@ -21,9 +23,7 @@ if __name__ == "__main__":  # by its path from any folder, or by another Python
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     import check_python
 
-    check_python.check("tools.report")
-
-import numpy as np
+    check_python.check("tools.report", packages=())
 
 from config_fields import local_path
 from data.files import no_link, printable, reason_of, replace_file
@@ -42,7 +42,6 @@ from training.command_line import OneLineParser
 from training.errors import UsageError
 from training.feature_table import features
 from training.files import read_object
-from training.logs.figures import pyplot
 from training.logs.records import (
     EVENTS_FILE,
     METRICS_FILE,
@@ -65,8 +64,8 @@ MOST_RUNS = 8
 class Curve:
     """A measure over the steps of a run: two arrays of the same length, sorted by step."""
 
-    steps: np.ndarray
-    values: np.ndarray
+    steps: Sequence[float]
+    values: Sequence[float]
 
 
 @dataclass
@@ -117,9 +116,9 @@ def _read_curves(run: RecordedRun, path: Path) -> str:
             if value is not None and name not in ("step", "epoch"):
                 points.setdefault(name, array("d")).extend((record["step"], value))
     for name, numbers in points.items():
-        pairs = np.array(numbers).reshape(-1, 2)
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        run.curves[name] = Curve(pairs[:, 0], pairs[:, 1])
+        steps, values = numbers[::2], numbers[1::2]
+        order = sorted(range(len(steps)), key=steps.__getitem__)
+        run.curves[name] = Curve([steps[n] for n in order], [values[n] for n in order])
     return damaged_lines(damaged) or ("" if points else "empty")
 
 
@@ -199,38 +198,50 @@ def thinned(curve: Curve) -> Curve:
     count = len(curve.steps)
     if count <= 2 * _BUCKETS:
         return curve
-    edges = np.linspace(0, count, _BUCKETS + 1).astype(int)
+    edges = [number * count // _BUCKETS for number in range(_BUCKETS + 1)]
     chosen = {0, count - 1}
-    for start, end in itertools.pairwise(edges):
-        part = curve.values[start:end]
-        chosen |= {start + int(part.argmin()), start + int(part.argmax())}
-    at = np.array(sorted(chosen))
-    return Curve(curve.steps[at], curve.values[at])
+    for part in itertools.starmap(range, itertools.pairwise(edges)):
+        chosen |= {chosen_by(part, key=curve.values.__getitem__) for chosen_by in (min, max)}
+    at = sorted(chosen)
+    return Curve([curve.steps[n] for n in at], [curve.values[n] for n in at])
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Return round numbers from ``low`` to ``high``."""
-    ticks = pyplot().MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return [float(tick) for tick in ticks if low <= tick <= high]
+    """Return round numbers from ``low`` to ``high``, at most ``count + 1``."""
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    steps = (power * each for each in (1, 2, 2.5, 5, 10, 20))
+    step = next(each for each in steps if (high - low) / each <= count)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [number * step for number in range(first, last + 1)]
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    """Return the percentile of sorted values, interpolated between the two nearest ones."""
+    place = percent / 100 * (len(values) - 1)
+    below = math.floor(place)
+    above = values[min(below + 1, len(values) - 1)]
+    return values[below] + (place - below) * (above - values[below])
 
 
 def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_step: float) -> str:
     """Return the panel of one measure, with a curve a run; ``names``: of all runs, by number."""
     title, unit = _TITLES.get(name, (name, ""))
     # All values fit into the frame, but outliers of long curves.
-    arrays = [curve.values for curve in curves.values()]
-    outliers = [_OUTLIERS if len(values) > SMOOTHED else 0.0 for values in arrays]
-    low = min(np.percentile(a, q) for a, q in zip(arrays, outliers, strict=True))
-    high = max(np.percentile(a, 100 - q) for a, q in zip(arrays, outliers, strict=True))
+    lows, highs, largest = [], [], -math.inf
+    for values in (sorted(curve.values) for curve in curves.values()):
+        outliers = _OUTLIERS if len(values) > SMOOTHED else 0.0
+        lows.append(_percentile(values, outliers))
+        highs.append(_percentile(values, 100 - outliers))
+        largest = max(largest, values[-1])
+    low, high = min(lows), max(highs)
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-    bottom, top = float(low - margin), float(high + margin)
-    largest = max(values.max() for values in arrays)
+    bottom, top = low - margin, high + margin
     above = f"maximum {largest:.4g} is cut off" if largest > top else ""
 
-    def across(step: Any) -> Any:
+    def across(step: float) -> float:
         return _LEFT + step / last_step * (_RIGHT - _LEFT)
 
-    def down(value: Any) -> Any:
+    def down(value: float) -> float:
         return _BOTTOM - (value - bottom) / (top - bottom) * (_BOTTOM - _TOP)
 
     parts = []
@@ -250,13 +261,14 @@ def panel(name: str, curves: Mapping[int, Curve], names: Sequence[str], last_ste
         if len(curve.steps) > SMOOTHED:
             # The mean of each hundredth part, around each point that has so many.
             window = len(curve.steps) // 100
-            sums = np.concatenate([[0.0], np.cumsum(curve.values)])
-            means = (sums[window:] - sums[:-window]) / window
+            sums = [0.0, *itertools.accumulate(curve.values)]
+            pairs = zip(sums[window:], sums[:-window], strict=True)
+            means = [(end - start) / window for end, start in pairs]
             middles = curve.steps[window // 2 :][: len(means)]
             drawn = {"raw": curve, "main": Curve(middles, means)}
         for kind, line in drawn.items():
             few = thinned(line)
-            places = list(zip(across(few.steps), down(few.values), strict=True))
+            places = [(across(s), down(v)) for s, v in zip(few.steps, few.values, strict=True)]
             points = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
             parts.append(
                 f'<polyline class="r{number} {kind}" data-name="{html.escape(names[number])}" '
@@ -450,12 +462,12 @@ def summary(runs: Mapping[int, RecordedRun]) -> str:
             cells["lost steps"] = f"{account.lost_steps:,}"
             cells["checkpoints"] = f"{len(account.saves):,}"
         if curve := run.curves.get("images_per_s"):
-            cells["median images/s"] = f"{np.median(curve.values):,.4g}"
+            cells["median images/s"] = f"{statistics.median(curve.values):,.4g}"
         if curve := run.curves.get("loss"):
             cells["last loss"] = f"{curve.values[-1]:.4f}"
         for name, title in _BEST.items():
             if curve := run.curves.get(name):
-                best = int(curve.values.argmax())
+                best = max(range(len(curve.values)), key=curve.values.__getitem__)
                 cells[title] = f"{curve.values[best]:.2f}&nbsp;% at step {curve.steps[best]:,.0f}"
         rows.append(cells)
     columns = list(dict.fromkeys(name for cells in rows for name in cells))

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from training.logs.records import is_number
 
 USEFUL, DATA, FIRST, OTHER, EVAL, SAVE, LOCAL, LOST, DOWN = PARTS = (
@@ -275,18 +273,17 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return list(map(str, folders)) if "" in names or len(set(names)) < len(names) else names
 
 
-def shares_by_pixel(account: Account, began: float, pixel_s: float, pixels: int) -> np.ndarray:
+def shares_by_pixel(
+    account: Account, began: float, pixel_s: float, pixels: int
+) -> list[list[float]]:
     """Return the seconds of each part, in the order of ``PARTS``, in each pixel of a time axis."""
-    edges = began + pixel_s * np.arange(pixels + 1)
-    shares = np.zeros((len(PARTS), pixels))
-    for number, part in enumerate(PARTS):
-        spans = sorted((s.began, s.ended) for s in account.spans if s.part == part)
-        if spans:
-            times = np.array(spans).ravel()
-            seconds = np.array([end - start for start, end in spans])
-            total = np.concatenate([[0.0], np.cumsum(seconds)])
-            so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
-            shares[number] = np.diff(np.interp(edges, times, so_far))
+    shares = [[0.0] * pixels for _ in PARTS]
+    for span in account.spans:
+        of_part = shares[PARTS.index(span.part)]
+        start, end = ((time - began) / pixel_s for time in (span.began, span.ended))
+        start, end = max(start, 0.0), min(end, pixels)
+        for pixel in range(int(start), math.ceil(end)):
+            of_part[pixel] += pixel_s * (min(end, pixel + 1) - max(start, pixel))
     return shares
 
 
@@ -295,9 +292,10 @@ def stripes(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the stripes of a time axis: a part, its first pixel and the one after its last. Each
     pixel is of the part with most of its time."""
-    shares = shares_by_pixel(account, began, pixel_s, pixels)
-    largest = np.where(shares.max(axis=0) > 0, shares.argmax(axis=0), -1)
-    edges = [0, *(np.flatnonzero(np.diff(largest)) + 1).tolist(), pixels]
-    for start, end in itertools.pairwise(edges):
-        if largest[start] >= 0:
-            yield PARTS[largest[start]], start, end
+    columns = zip(*shares_by_pixel(account, began, pixel_s, pixels), strict=True)
+    largest = [PARTS[column.index(max(column))] if max(column) > 0 else None for column in columns]
+    end = 0
+    for part, same in itertools.groupby(largest):
+        start, end = end, end + len([*same])
+        if part is not None:
+            yield part, start, end

@@ -399,7 +399,7 @@ class UseConfig:
         False,
         "print the result as JSON, with nothing else on stdout; of --eval_only: everything that "
         "--eval_report writes",
-        requires=("predict|eval_only|compile_only|plan",),
+        requires=("predict|eval_only|compile_only|plan|print_config",),
     )
 
     @property
@@ -522,6 +522,15 @@ class RunConfig:
         common=True,
         incompatible_with=(
             *("predict", "eval_only", "self_check", "compile_only", "micro_batch_size"),
+        ),
+    )
+    print_config: bool = flag(
+        False,
+        "instead of training, print the configuration with everything that the program decides, "
+        "as a file of flags that repeats the run (@FILE) or, with --json, as JSON; reads no images "
+        "and starts no device (docs/options.md)",
+        incompatible_with=(
+            *("predict", "eval_only", "features", "self_check", "compile_only", "plan"),
         ),
     )
     extension: list[str] | None = flag(

@@ -68,7 +68,7 @@ class FlagField:
         """Return the command-line words that set the field to this value."""
         if isinstance(value, (list, tuple)):
             words = list(map(str, value))
-            joined = ":" in (self.flag.metavar or "")
+            joined = ":" in (self.flag.metavar or "") and typing.get_origin(self.type) is tuple
             return [self.names[0], *([":".join(words)] if joined else words)]
         if not self.is_switch:
             return [self.names[0], str(value)]

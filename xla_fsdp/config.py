@@ -95,8 +95,9 @@ class XlaConfig:
     tpu_topology: str | None = flag(
         None,
         "TPU slice for --compile_only, with the number of chips along each side: v4:4x4x4 (64 "
-        "chips), v5e:16x16 (256), v5p:4x4x8 (128), v6e:1x1, tpu7x:2x2x1, ...; --plan accepts "
-        "several, separated by commas (default: none)",
+        "chips), v5e:16x16 (256), v5p:4x4x8 (128), v6e:1x1, tpu7x:2x2x1, ...; also Google's other "
+        "names: v5litepod-8, v5p-128 (64 chips), ct6e-standard-8t; --plan accepts several, "
+        "separated by commas (default: none)",
         metavar="KIND:AxB[xC]",
         requires=("compile_only|plan",),
     )

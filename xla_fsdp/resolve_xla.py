@@ -50,8 +50,15 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
         "--elastic ",
         lambda slices: resolve_for_slice(config, xla, None, run.model, slices),
     )
-    # From the flags, not from ``run``: scan and attention may resolve differently for the teacher.
-    teacher_xla = replace(xla, xla_fsdp=run.backend_config.xla_fsdp, mark_step_every_n_blocks=0)
+    # Scan and attention may resolve differently for the teacher, also if --print_config has filled
+    # in the student's: flags only turn them off.
+    teacher_xla = replace(
+        xla,
+        xla_fsdp=run.backend_config.xla_fsdp,
+        mark_step_every_n_blocks=0,
+        scan_blocks=None if xla.scan_blocks else xla.scan_blocks,
+        attention="sdpa" if xla.attention == "sdpa" else "auto",
+    )
     return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
 
 

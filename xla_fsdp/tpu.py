@@ -2,6 +2,7 @@
 ``--tpu_topology`` names, and ``LIBTPU_INIT_ARGS``, which libtpu reads when it starts.
 """
 
+import itertools
 import math
 import os
 import re
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from tpu_machines import MACHINE_TYPES
 from training.errors import UsageError
 from xla_fsdp import torch_xla_private
 
@@ -132,6 +134,17 @@ chips; larger ones are made of whole cubes."""
 _OF_A_HOST = {"1x1", "1x2", "1x1x1", "1x2x1"}
 """Parts of a host's 2 x 2 chips that libtpu compiles for."""
 
+_OTHER_NAMES = {
+    "v5litepod": "v5e",  # in accelerator types
+    "tpu-v4-podslice": "v4",  # on GKE, also the next four
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5-lite-device": "v5e",
+    "tpu-v5p-slice": "v5p",
+    "tpu-v6e-slice": "v6e",
+}
+_COUNTED_IN_CORES = ("v4", "v5p", "tpu7x")
+"""Kinds whose accelerator types count cores, of which a chip has two: v5p-128 has 64 chips."""
+
 
 @dataclass(unsafe_hash=True)
 class Topology:
@@ -153,31 +166,69 @@ class Topology:
 
 
 def parse_topology(name: str, slices: int = 1) -> Topology:
-    """Parse a name such as "v5p:4x4x8". Raises UsageError, with the known ones, for any other."""
+    """Parse "v5p:4x4x8" or another name of Google's for a slice: an accelerator type (v5p-256), a
+    machine type (ct5p-hightpu-4t) or GKE's name of the chip (tpu-v5p-slice:4x4x8). Raises
+    UsageError, with the known ones, for any other."""
+    typed = name
+    name = MACHINE_TYPES.get(name.lower(), name)
+    if split := re.fullmatch(r"(.+)[:-]([x\d]*)", name.lower()):
+        kind = _OTHER_NAMES.get(split[1], split[1])
+        is_type = kind in CHIPS and re.search(r"-\d{1,9}$", name)
+        name = f"{kind}:{_shape_of(kind, int(split[2]), typed) if is_type else split[2]}"
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
-        raise UsageError(f"--tpu_topology {name}: unknown kind of TPU; shapes by kind: {KNOWN}")
+        raise UsageError(f"--tpu_topology {typed}: unknown kind of TPU; shapes by kind: {KNOWN}")
     chip, is_shape = CHIPS[kind], re.fullmatch(r"[1-9][0-9]{0,99}(x[1-9][0-9]{0,99})*", shape)
     sides = tuple(map(int, shape.split("x"))) if is_shape else ()
     examples = f"use for example {_EXAMPLES[kind]}"
     if len(sides) != chip.dimensions:
         axes = "AxBxC"[: 2 * chip.dimensions - 1]
         raise UsageError(
-            f"--tpu_topology {name} must be {kind}:{axes}, the number of chips along each side: "
+            f"--tpu_topology {typed} must be {kind}:{axes}, the number of chips along each side: "
             f"{examples}"
         )
+    if not _exists(kind, sides):
+        raise UsageError(
+            f"--tpu_topology {typed} does not exist (for several slices set --mesh_dcn N): "
+            f"{examples}"
+        )
+    return Topology(name, chip, sides, slices)
+
+
+def _exists(kind: str, sides: tuple[int, ...]) -> bool:
+    """Return True if there is a slice with so many chips along each side."""
     if sides[0] % 2 or sides[1] % 2:  # a host has 2 x 2 chips
-        exists = shape in _OF_A_HOST
+        exists = "x".join(map(str, sides)) in _OF_A_HOST
     else:  # whichever way round
         whole_cubes = len(sides) == 3 and not any(side % 4 for side in sides)
         exists = whole_cubes or tuple(sorted(sides)) in _SMALL
     pairs = zip(sorted(sides), _LARGEST[kind], strict=True)
-    if not exists or any(side > most for side, most in pairs):
+    return exists and all(side <= most for side, most in pairs)
+
+
+def _shape_of(kind: str, count: int, typed: str) -> str:
+    """Return the shape that an accelerator type has: of all slices with as many chips the one with
+    the shortest sides. Raises UsageError if there is none."""
+    shapes: dict[int, tuple[int, ...]] = {}
+    edges = [(1, 2, *range(4, most + 1, 4)) for most in _LARGEST[kind]]
+    for sides in itertools.product(*edges):
+        chips, shape = math.prod(sides), tuple(sorted(sides))
+        if len(shape) == 3 and shape[0] == 1:  # as Google writes them: 2x2x1
+            shape = (*shape[1:], 1)
+        is_type = _exists(kind, shape) and (chips >= 4 or shape == (1, 1))
+        if is_type and sum(shape) < sum(shapes.get(chips, (math.inf,))):
+            shapes[chips] = shape
+    per_chip = 2 if kind in _COUNTED_IN_CORES else 1
+    types = {per_chip * chips: "x".join(map(str, shapes[chips])) for chips in sorted(shapes)}
+    if count not in types:
+        below = [each for each in types if each < count][-1:]
+        above = [each for each in types if each > count][:1]
+        near = " or ".join(f"{kind}-{each} ({kind}:{types[each]})" for each in [*below, *above])
+        unit = "chips" if per_chip == 1 else "cores, two a chip"
         raise UsageError(
-            f"--tpu_topology {name} does not exist (for several slices set --mesh_dcn N): "
-            f"{examples}"
+            f"--tpu_topology {typed} does not exist: {kind}-N has N {unit}: use {near}"
         )
-    return Topology(name, chip, sides, slices)
+    return types[count]
 
 
 # -- libtpu: its versions, and its flags: the user's, torch_xla's, and our own ---------

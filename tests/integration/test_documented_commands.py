@@ -46,6 +46,7 @@ from tests.support.typed_with_fakes import (
     pushes,
     replays,
     trains,
+    trains_in_background,
     trains_on_a_table,
 )
 
@@ -107,6 +108,8 @@ RUN: dict[str, Run] = {
     "python3 -m pip install -r requirements-tpu.txt": Run(
         (r"^Requirement already satisfied: torch_xla==",)
     ),
+    "python3 run_vit_training.py @recipes/digits.args --data_dir datasets/digits --backend cuda "
+    "--print_config": Run((r"^--model vit_tiny_patch16_224$",), quoted=True),
     "python3 run_vit_training.py --help": Run((r"^  --fake_data ",)),
     "python3 run_vit_training.py --help all": Run((r"^  --flatten_parameters ",)),
     "python3 run_vit_training.py --help xla": Run((r"^  --flatten_parameters ",)),
@@ -325,7 +328,12 @@ RUN: dict[str, Run] = {
     ),
     "python3 -m tools.report ~/vit_10b ~/vit_large": REPORT,
     "python3 -m tools.report ~/vit_10b": REPORT,
+    "python3 -m tools.report ~/vit_s16": Run(
+        (r"^report: /\S+/vit_s16/report.html$",), leaves=("../vit_s16/report.html",), trained=True
+    ),
+    "python3 -m tools.goodput ~/vit_s16": Run((r"^  useful steps  ",), trained=True),
     "mkdir -p ~/vit_10b": Run(leaves=("../vit_10b",)),
+    "mkdir -p ~/vit_s16": Run(leaves=("../vit_s16",)),
     "make format": Run((r"^All checks passed!$", r"^\d+ files left unchanged$")),
     "make bench": Run(
         (ROW % ("spmd", 1), ROW % ("nested", 1)), long=True, shorter=f"ARGS='{ONE_STEP}'"
@@ -434,6 +442,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"launch/install_transformer_engine.sh": installs_transformer_engine,
     r"python3 -m launch.gke": on_gke,
     r"python3 run_vit_training.py|(\S+=\S+ )*(launch/torchrun.sh|sbatch)": trains,
+    r"nohup python3 run_vit_training.py .* &$": trains_in_background,
 }
 """By a pattern of a command's beginning, what it is typed with, and how it is seen to be valid."""
 NEEDS_A_PERSON = ("gcloud auth login", "gcloud auth application-default login")

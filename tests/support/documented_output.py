@@ -27,8 +27,8 @@ _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 _OTHER_CODE = re.compile(
     r"-|\$|\w+=|[\w.]+\(|struct<|(launch[/.]|hf-hub:)\S+ |"
     r"Ran out of memory in |Used \S+ of \S+ hbm|\[SPMD\] |"  # libtpu's
-    r"(apt|convert|df|export|gcloud|hf|openssl|pip|rsync|scancel|scontrol|source|sudo|tensorboard"
-    r"|umask) "
+    r"(apt|convert|df|export|gcloud|hf|openssl|pip|pkill|rsync|scancel|scontrol|source|sudo|tail"
+    r"|tensorboard|tmux|umask) "
 )
 """What else has several words: flags, variables, calls; messages and programs that are not ours."""
 

@@ -159,11 +159,11 @@ VALUES: dict[str, tuple[str, ...]] = {
 NOT_TRAINING = "does something else than train"
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
-        "self_check plan list_models predict eval_only use_ema eval_report json".split(),
+        "print_config self_check plan list_models predict eval_only eval_report".split(),
         NOT_TRAINING,
     ),
     **dict.fromkeys(
-        "features features_of without_labels pca knn probe rank segment_probe".split(),
+        "json use_ema features features_of without_labels pca knn probe rank segment_probe".split(),
         NOT_TRAINING,
     ),
     **dict.fromkeys(

@@ -16,7 +16,7 @@ from training.checkpoints.format import quiet_dcp
 def put_trained(machine: Machine, ckpt_dir: Path) -> None:
     """``ckpt_dir`` is that of a finished run of digits."""
     (checkpoint,) = ckpt_dir.glob("step_*")
-    for name in ("vit_10b/step_1000", "vit_large/step_12510"):
+    for name in ("vit_10b/step_1000", "vit_large/step_12510", "vit_s16/step_12510"):
         copy = shutil.copytree(checkpoint, machine.home / name)
         for file in ("events.jsonl", "metrics.jsonl", "run.json"):
             shutil.copy(ckpt_dir / file, copy.parent)

@@ -67,6 +67,11 @@ def trains(machine: Machine, command: Command, tmp_path: Path) -> None:
     program_takes(words[at + 1 :], torch_backend if at else "xla")
 
 
+def trains_in_background(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """The same in the foreground, so that it has ended."""
+    trains(machine, replace(command, typed=command.typed.removesuffix(" &")), tmp_path)
+
+
 def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would plan with these flags."""
     words = machine.noted(command, "python3")

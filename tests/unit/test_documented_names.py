@@ -29,7 +29,14 @@ def test_flags_and_files_that_documents_name_are_there():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
     ours = (ROOT / "xla_fsdp" / "tpu.py").read_text()
     known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
-    known |= {"--node-count", "--node-prefix", "--recursive", "--tee", "--tpu-topology"}  # others'
+    known |= {
+        "--node-count",
+        "--node-prefix",
+        "--recurse",
+        "--recursive",
+        "--tee",
+        "--tpu-topology",
+    }  # others'
     known |= {"--clear-soft-delete", "--foreground", "--logdir", "--valid-until-duration"}
     known |= {"--ckpt_prefix", "--ckpt_suffix", "--save_path"}
     known |= {word for table in TABLES for word in table}  # with what to type in their place

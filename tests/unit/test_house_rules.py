@@ -14,18 +14,19 @@ pytestmark = pytest.mark.fast
 MAY_IMPORT = {
     "check_python": set(),
     "config_fields": set(),
+    "tpu_machines": set(),
     "models": {"config_fields"},
     "data": {"check_python", "config_fields"},
     "training": {"config_fields", "models", "data"},
     "features": {"config_fields", "models", "data", "training"},
-    "xla_fsdp": {"config_fields", "models", "data", "training"},
+    "xla_fsdp": {"config_fields", "tpu_machines", "models", "data", "training"},
     "torch_fsdp": {"config_fields", "models", "data", "training"},
     "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
     "tools": {
         *("check_python", "config_fields", "models", "data", "training"),
         *("xla_fsdp", "torch_fsdp", "gpu_fsdp"),
     },
-    "launch": {"check_python", "config_fields", "training.processes.rendezvous"},
+    "launch": {"check_python", "config_fields", "tpu_machines", "training.processes.rendezvous"},
 }
 """Of the program's own parts, besides itself: the core imports no tool. Launchers run without
 PyTorch; launch/torchrun.py, which has it, shares one file with the program that it starts."""

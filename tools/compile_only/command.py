@@ -1,10 +1,13 @@
 """``--compile_only``: trace the training step, compile it for a TPU slice, print a report."""
 
+import contextlib
 import json
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -89,11 +92,11 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     start_xla(topology.devices, run.backend_config.xla_fsdp)
-    _log(f"tracing {run.model_line}, for {topology.devices} devices ...")
-    start = time.perf_counter()
-    from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
+    start, load = time.perf_counter(), os.getloadavg()[0]
+    with _reporting(f"tracing {run.model_line}, for {topology.devices} devices"):
+        from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
 
-    step = trace_step(run, named=xla.explain)
+        step = trace_step(run, named=xla.explain)
     trace_s = time.perf_counter() - start
 
     # Compile each different graph once, in the order in which they first run. What is resident
@@ -108,15 +111,15 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     chosen: dict[Result, str] = {}  # the compiler's shardings of results
     for text, numbers in runs_of.items():
         count = f" graph {len(compiled) + 1} of {len(runs_of)}" if len(runs_of) > 1 else ""
-        _log(f"compiling{count} for {topology.name} with libtpu {libtpu}, a minute or two ...")
         graph = step.graphs[numbers[0]]
         arguments = {
             argument: sharding if isinstance(sharding, str) else chosen[sharding]
             for argument, (_, sharding) in graph.arguments.items()
         }
-        compiled[text] = compiler.compile_graph(
-            graph, arguments, step.replicas, topology, links.by_host, variables
-        )
+        with _reporting(f"compiling{count} for {topology.name} with libtpu {libtpu}"):
+            compiled[text] = compiler.compile_graph(
+                graph, arguments, step.replicas, topology, links.by_host, variables
+            )
         if not compiled[text].fits:
             break  # the shardings of the next one's arguments are not known
         for n, sharding in enumerate(compiled[text].result_shardings):
@@ -143,6 +146,8 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         sharding=step.description,
         state_bytes=step.state_bytes,
         trace_s=trace_s,
+        load_average=load,
+        cores=_cores(),
         versions={
             "torch_xla": version("torch_xla"),
             "libtpu": libtpu,
@@ -182,6 +187,40 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
 
 def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+_REPORT_EVERY_S = 60.0
+
+
+@contextlib.contextmanager
+def _reporting(what: str) -> Iterator[None]:
+    """Log what is done inside, and each minute for how long."""
+    _log(f"{what} ...{_busy(os.getloadavg()[0], _cores())}")
+    start, ended = time.perf_counter(), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_REPORT_EVERY_S):
+            minutes = (time.perf_counter() - start) / 60
+            _log(f"{what}: {minutes:.0f} min so far{_busy(os.getloadavg()[0], _cores())}")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _busy(load: float, cores: int) -> str:
+    """Return what to add to a time that others' programs make longer; "" if they do not."""
+    if load <= cores:
+        return ""
+    return f" (load average {load:.1f} on {cores} cores: this time cannot be compared)"
 
 
 # -- the figures of a step, as JSON and as a table to read -------------------------------
@@ -369,7 +408,8 @@ def as_table(report: dict[str, Any]) -> str:
             "expected MFU": f"{100 * report['expected_mfu']:.1f} % ({error}: docs/compile_only.md)",
             "expected images/s": f"{report['expected_images_per_s']:.4g}",
         }
-    rows["trace, compile"] = f"{report['trace_s']:.1f} s, {report['compile_s']:.1f} s"
+    busy = _busy(report["load_average"], report["cores"])
+    rows["trace, compile"] = f"{report['trace_s']:.1f} s, {report['compile_s']:.1f} s{busy}"
     rows["versions"] = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

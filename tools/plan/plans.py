@@ -248,7 +248,7 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     title = f"{model.name}, {model.parameter_count:,} parameters, batch {work.batch_size:,}"
     title += f", {work.epochs} epochs"
     picture, drawn = Path(request.plan.plan_dir) / "tpu.png", False
-    if plans:
+    if len(plans) > 1:
         with drawing(picture, lambda line: print(line, file=sys.stderr)):
             _draw(plans, chosen, f"Plans for training {title}", picture)
             drawn = True
@@ -274,7 +274,8 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     print(*notes, sep="\n")
     if not plans:
         within = f" within --hours {request.plan.hours:g}" if request.plan.hours else ""
-        print(f"\nnothing fits{within}: raise --chips_at_most, or use other hardware")
+        mend = "--tpu_topology" if request.xla.tpu_topology else "--chips_at_most"
+        print(f"\nnothing fits{within}: use larger slices ({mend})")
         return NOTHING_FITS
     rows = [_HEAD]
     for plan in sorted(plans[:_ROWS], key=lambda plan: (cost(plan), plan.expected_step_s)):
@@ -303,9 +304,13 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     if len(plans) > _ROWS:
         print(f"... and {len(plans) - _ROWS} more (--json lists all)")
     for name, plan in chosen.items():
+        names = [each for each, other in chosen.items() if other is plan]
+        if name != names[0]:
+            continue
+        title = ", ".join(names) if len(plans) > 1 else "plan"
         dollars = "no price" if plan.cost_usd is None else f"${plan.cost_usd:,.0f}"
         by = "" if plan.compiled else ", estimated by arithmetic, not compiled"
-        print(f"\n{name}: {plan.hardware}, {plan.hours:,.1f} hours, {dollars}{by}")
+        print(f"\n{title}: {plan.hardware}, {plan.hours:,.1f} hours, {dollars}{by}")
         for action, command in plan.commands.items():
             print(f"  {action}: {command}")
     print("\nprices per chip-hour (override with --price FILE):")

@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from config_fields import is_of
 from data.config import DataConfig
 from data.files import make_folder, parse_object, replace_file
@@ -42,7 +40,7 @@ from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = "run_vit_training.py"
 _SOURCES = (
-    *(_PROGRAM, "config_fields.py"),
+    *(_PROGRAM, "config_fields.py", "tpu_machines.py"),
     *("features", "training", "models", "data", "xla_fsdp", "tools"),
 )
 _PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
@@ -208,24 +206,28 @@ def refusal(request: Request, candidate: TpuCandidate) -> str | None:
 def ask_compiler(request: Request, search: Search, compilations: Compilations) -> None:
     """Give the compiler's answers to the search, with ``--plan_compilations`` new ones at most."""
     most = request.plan.plan_compilations
-    with tqdm(total=most, desc="compile", unit="step", file=sys.stderr) as bar:
-        while option := search.next(lambda candidate: refusal(request, candidate) is None):
-            candidate = option.candidate
-            words = compile_words(request.config, request.xla, candidate)
-            answer = compilations.saved(words)
-            if answer is None:
-                if bar.n >= most:
-                    break
-                bar.set_postfix_str(f"{candidate.topology.name}, {candidate.settings}")
-                answer = compilations.compile(words)
-                bar.update()
-            if "refused" in answer:
-                search.dropped.add(candidate)
-                continue
-            step_s = answer["expected_step_s"]
-            search.found[candidate] = Found(
-                answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s
+    while option := search.next(lambda candidate: refusal(request, candidate) is None):
+        candidate = option.candidate
+        words = compile_words(request.config, request.xla, candidate)
+        answer = compilations.saved(words)
+        if answer is None:
+            if compilations.compiled >= most:
+                break
+            what = f"{candidate.topology.name}, {candidate.settings}"
+            print(
+                f"compiling step {compilations.compiled + 1} of at most {most}, a minute or two: "
+                f"{what}",
+                file=sys.stderr,
+                flush=True,
             )
+            answer = compilations.compile(words)
+        if "refused" in answer:
+            search.dropped.add(candidate)
+            continue
+        step_s = answer["expected_step_s"]
+        search.found[candidate] = Found(
+            answer["fits"], answer["peak_hbm_bytes"], math.inf if step_s is None else step_s
+        )
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -273,14 +275,14 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
             found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
     fit = sum(answer.fits for answer in search.found.values())
-    compiled = "none of them was compiled"
+    compiled = "; none of them was compiled" if search.options else ""
     if search.found:
         compiled = (
-            f"{len(search.found)} of them were compiled ({compilations.compiled} now, the rest "
+            f"; {len(search.found)} of them were compiled ({compilations.compiled} now, the rest "
             f"earlier), and {fit} of these fit"
         )
     notes = [
-        f"{len(search.options):,} candidates fit or nearly fit by arithmetic; {compiled}",
+        f"{len(search.options):,} candidates fit or nearly fit by arithmetic{compiled}",
         "step times are estimates, not measurements (docs/compile_only.md)",
         *left_out.values(),
     ]

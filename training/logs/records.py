@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
-import numpy as np
-
 from data.files import parse_object, printable, regular
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from training.logs.by_class import ByClass
 
 METRICS_FILE = "metrics.jsonl"

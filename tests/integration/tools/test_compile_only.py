@@ -3,11 +3,13 @@
 import json
 import math
 import re
+import threading
 
 import pytest
 
 from tests.support.cli import run_program
 from tests.support.marks import NEEDS_NEWER_LIBTPU, long, with_newer_libtpu
+from tools.compile_only import command
 from tools.compile_only.command import CompiledGraph, as_table, make_report
 from tools.compile_only.compiler import REPLICATED, Compiled, Result, Value, hbm_needed, local_bytes
 from tools.compile_only.expected import Links, expect
@@ -364,6 +366,8 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
         sharding="",
         state_bytes=120,
         trace_s=1.0,
+        load_average=2.0,
+        cores=2,
         versions={},
     )
     assert not report["fits"]
@@ -373,3 +377,23 @@ def test_report_without_the_graphs_after_one_that_does_not_fit():
     assert report["hbm_bytes"] is report["collectives"] is None
     assert report["roofline_step_s"] is report["expected_step_s"] is None
     assert "does not fit, needs at least 5.6 GB more" in as_table(report)
+    assert as_table(report).splitlines()[-2].endswith("1.0 s, 2.0 s")
+    busy = as_table(report | {"load_average": 7.25})
+    told = "1.0 s, 2.0 s (load average 7.2 on 2 cores: this time cannot be compared)"
+    assert busy.splitlines()[-2].endswith(told)
+
+
+def test_what_takes_long_is_reported(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(command.os, "getloadavg", lambda: (10_000.0, 0, 0))
+    printed = ""
+    with command._reporting("compiling graph 1 of 2"):
+        while printed.count("\n") < 3:
+            printed += capsys.readouterr().err
+    first, second, *_ = printed.splitlines()
+    assert first.startswith("compiling graph 1 of 2 ... (load average 10000.0 on ")
+    assert second.startswith("compiling graph 1 of 2: 0 min so far (load average 10000.0 on ")
+    after = threading.active_count()
+    with command._reporting("another"):
+        assert threading.active_count() == after + 1
+    assert threading.active_count() == after

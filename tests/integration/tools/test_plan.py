@@ -503,6 +503,29 @@ def test_by_arithmetic_alone(plan, tmp_path):
     assert found["picture"] == str(tmp_path / "tpu.png")
 
 
+def test_one_slice_is_one_plan(tmp_path, capsys):
+    """It is printed once, without a picture of one point and without a progress bar of no steps;
+    of two slices, a plan that is best in several ways is, too."""
+    words = [*LARGE, "--plan", "--plan_dir", str(tmp_path), "--plan_compilations", "0"]
+
+    def plans_of(slices, code=0):
+        assert run_vit_training.main([*words, "--tpu_topology", slices]) == code
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        before = re.findall(r"(?m)^(.+): \S+, [\d.,]+ hours, ", printed.out)
+        assert printed.out.count("  train: ") == len(before)
+        return before, "picture: " in printed.out
+
+    assert plans_of("v5e-8") == (["plan"], False)
+    assert not (tmp_path / "tpu.png").exists()
+    several, has_picture = plans_of("v5e-4,v5e:4x4,v6e-256")
+    assert ", ".join(several).split(", ") == ["fastest", "cheapest", "smallest"]
+    assert has_picture
+
+    assert run_vit_training.main([*words, "--model", "vit_10b", "--tpu_topology", "v5e-1"]) == 3
+    assert capsys.readouterr().out.endswith("\nnothing fits: use larger slices (--tpu_topology)\n")
+
+
 def test_weights_on_the_hub_are_not_downloaded_for_a_plan(plan, monkeypatch):
     monkeypatch.setattr("training.weights.find.download", None)
     found = plan(f"@{ROOT}/recipes/mae_vit_l16_finetune.args", "--tpu_topology", "v6e:2x2")

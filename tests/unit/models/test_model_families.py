@@ -211,6 +211,38 @@ def test_what_cannot_be_is_told(name, overrides, reason):
     assert "\n" not in str(raised.value)
 
 
+# What the model of each name is, by the page of the program that has it.
+OTHER_NAMES = """
+vit_l_16 vit_large_patch16_224, vit_b_32 timm/vit_base_patch32_224,
+vit_g_14 vit_giant_patch14_224, vit-giant-14 vit_giant_patch14_224, vit_huge vit_huge_patch14_224,
+ViT-L/14 timm/vit_large_patch14_224, ViT-G/14 vit_gigantic_patch14_224,
+ViT-bigG-14 vit_gigantic_patch14_224, ViT-SO400M-14-SigLIP timm/vit_so400m_patch14_siglip_224,
+dinov2_vitl14 timm/vit_large_patch14_dinov2, dinov2_vitg14_reg timm/vit_giant_patch14_reg4_dinov2,
+dinov3_vits16plus timm/vit_small_plus_patch16_dinov3,
+facebook/dinov3-vitl16-pretrain-lvd1689m timm/vit_large_patch16_dinov3,
+facebook/dinov2-base timm/vit_base_patch14_dinov2, timm/vit_l_16 vit_large_patch16_224,
+google/vit-large-patch16-224 vit_large_patch16_224, vit10b vit_10b,
+google/siglip-base-patch16-224 timm/vit_base_patch16_siglip_224,
+openai/clip-vit-large-patch14 timm/vit_large_patch14_clip_224,
+mae_vit_large_patch16 vit_large_patch16_224, vit_larg_patch16_224 vit_large_patch16_224
+"""
+
+
+@pytest.mark.parametrize(("name", "ours"), [pair.split() for pair in OTHER_NAMES.split(",")])
+def test_names_of_other_programs(name, ours):
+    with pytest.raises(ModelError) as raised:
+        open_model(name, {})
+    told = f"unknown model {name}; did you mean {ours}? (--list_models lists all, also of"
+    assert str(raised.value).startswith(told)
+    open_model(ours, {})
+
+
+def test_a_name_like_no_model():
+    for name in ("resnet50", "/", "9" * 5000):
+        with pytest.raises(ModelError, match=r"^unknown model \S+ \(--list_models lists all"):
+            open_model(name, {})
+
+
 def test_arguments_by_either_name():
     spec = open_model("timm/vit_small_patch16_dinov3", SMALL | {"reg_tokens": 2, "fc_norm": True})
     assert spec.sizes.num_tokens == 16 + 1 + 2

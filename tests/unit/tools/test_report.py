@@ -2,12 +2,16 @@
 
 import html
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from matplotlib.ticker import MaxNLocator
 
+from tests.support.cli import ROOT
 from tests.support.run_records import goodput, write_run
-from tools.report import Curve, main, thinned
+from tools.report import Curve, _percentile, _ticks, main, thinned
 from tools.wall_time import PARTS, account_of, shares_by_pixel
 from training.logs.records import read_events
 
@@ -52,7 +56,7 @@ def test_goodput_is_that_of_its_own_tool(tmp_path, capsys):
     assert lines == ["left out: run: events.jsonl: 1 damaged line"]
     assert f"<td>{values['goodput']:.2%}</td>" in text
     account = account_of(read_events(folder))
-    shares = shares_by_pixel(account, 1000.0, 7.0, 200)
+    shares = np.array(shares_by_pixel(account, 1000.0, 7.0, 200))
     by_part = dict(zip(PARTS, shares.sum(axis=1), strict=True))
     seconds = values["seconds"]
     steps = seconds["useful steps"] + seconds.pop("waiting for data")
@@ -80,6 +84,7 @@ def test_long_runs_are_thinned(tmp_path, capsys):
     generator = np.random.default_rng(0)
     curve = Curve(np.arange(1e6), generator.normal(size=1_000_000))
     few = thinned(curve)
+    few = Curve(np.array(few.steps), np.array(few.values))
     assert 300 < len(few.steps) <= 602
     assert np.isin(few.steps, curve.steps).all()
     assert (curve.values[few.steps.astype(int)] == few.values).all()
@@ -89,6 +94,34 @@ def test_long_runs_are_thinned(tmp_path, capsys):
     long, _ = report(capsys, write_run(tmp_path / "long", steps=60_000))
     assert len(long) < 1.2 * len(short) < 500_000
     assert "60,000" in long
+
+
+def test_percentiles_and_ticks_are_those_of_others():
+    values = sorted(np.random.default_rng(0).normal(size=777))
+    for percent in (0.0, 0.5, 50.0, 99.5, 100.0):
+        assert _percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+    for low, high, count in [(0, 7.3, 5), (0.11, 0.113, 5), (-3e8, 5e9, 12), (0, 1, 5), (0, 99, 4)]:
+        theirs = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        inside = [tick for tick in theirs if low <= tick <= high]
+        assert _ticks(low, high, count) == pytest.approx(inside)
+
+
+def test_without_packages(tmp_path):
+    """Both tools run in a Python that has none, as a laptop's: it reads only the folder."""
+    folder = write_run(tmp_path / "run")
+
+    def ran(*words):  # -S: without site-packages
+        command = [sys.executable, "-S", "-m", *words]
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    assert "report.html" in ran("tools.report", str(folder)).stdout
+    assert "<svg" in (folder / "report.html").read_text()
+    done = ran("tools.goodput", str(folder))
+    assert "  useful steps  " in done.stdout
+    assert "goodput.png: it requires the package matplotlib" in done.stderr
 
 
 # -- damaged and missing files, and where the page goes --------------------------------------------
