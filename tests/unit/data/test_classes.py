@@ -13,6 +13,7 @@ from data.classes import (
     class_sizes,
     draws_of_classes,
     inverse_frequencies,
+    log_priors,
     read_class_weights,
 )
 from data.files import DataFolderError
@@ -103,6 +104,11 @@ def test_inverse_frequencies_are_those_of_scikit_learn():
     assert found[LABELS].mean() == pytest.approx(1)
 
 
+def test_a_class_without_images_has_the_prior_of_one():
+    found = np.exp(log_priors(SIZES, 7))
+    assert found == pytest.approx(np.array([50, 1, 23, 7, 1, 1, 1]) / 81)
+
+
 NAMES = ["cat", "dog", "1", "a, b"]
 
 
@@ -157,6 +163,10 @@ def test_files_that_are_no_table_of_weights(tmp_path):
     ):
         with pytest.raises(DataFolderError, match=told):
             read_class_weights(file, NAMES, np.array([1]), 4)
+    spreadsheet = tmp_path / "weights_of_a_spreadsheet.csv"
+    spreadsheet.write_text("\ufeffweight;class\r\n3;1\r\n1;0\r\n", encoding="utf-8")
+    found = read_class_weights(str(spreadsheet), None, np.array([1, 1]), 2)
+    assert found.tolist() == [0.5, 1.5]
     binary = tmp_path / "weights.bin"
     binary.write_bytes(b"class,weight\n\xff\xfe,1\n")
     with pytest.raises(DataFolderError):
