@@ -36,12 +36,14 @@ from training.evaluation.class_scores import (
     BIN,
     BINS,
     NOT_A_NUMBER,
-    ClassScores,
     calibration_error,
     count_bins,
     count_pairs,
+    counts_by_class,
+    top5_by_class,
 )
 from training.files import check_folder_writable, folder_at, is_url
+from training.logs.by_class import ByClass
 from training.logs.figures import drawing
 from training.logs.records import Evaluation
 from training.objectives.classify import TOP
@@ -81,8 +83,13 @@ class ClassReport:
     """The images that were classified wrongly, of dtype PREDICTION, the worst first."""
 
     @functools.cached_property
-    def scores(self) -> ClassScores:
-        return ClassScores.of(self.pairs, len(self.names))
+    def scores(self) -> ByClass:
+        return counts_by_class(self.pairs, self.names)
+
+    @functools.cached_property
+    def top5(self) -> np.ndarray:
+        """``top5_by_class``."""
+        return top5_by_class(self.pairs, len(self.names))
 
     @property
     def mistakes(self) -> np.ndarray:
@@ -104,9 +111,9 @@ class ClassReport:
         scores, bins = self.scores, self.bins
         columns = zip(
             self.names,
-            scores.support.tolist(),
+            scores.images.tolist(),
             *(map(_percent, each) for each in (scores.precision, scores.recall, scores.f1)),
-            map(_percent, scores.top5),
+            map(_percent, self.top5),
             scores.predicted.tolist(),
             strict=True,
         )
@@ -235,10 +242,10 @@ def _per_class(report: ClassReport) -> list[list[Any]]:
     header = "label class support precision recall f1 top5 predicted mostly_mistaken_for times"
     rows: list[list[Any]] = [header.split()]
     for label, name in enumerate(report.names):
-        figures = (scores.precision, scores.recall, scores.f1, scores.top5)
+        figures = (scores.precision, scores.recall, scores.f1, report.top5)
         shown = (_shown(each[label]) for each in figures)
         others = (scores.predicted[label], *mostly.get(label, ("", 0)))
-        rows.append([label, name, scores.support[label], *shown, *others])
+        rows.append([label, name, scores.images[label], *shown, *others])
     return rows
 
 

@@ -14,10 +14,11 @@ from training.evaluation.class_figures import MOST_CLASSES, most_confused
 from training.evaluation.class_report import ClassReport, gather_report, worst_first, write_report
 from training.evaluation.class_scores import (
     BINS,
-    ClassScores,
     calibration_error,
     count_bins,
     count_pairs,
+    counts_by_class,
+    top5_by_class,
 )
 from training.logs.figures import plot_curves
 from training.logs.records import Evaluation
@@ -52,12 +53,13 @@ def drawn(seed, classes, images, used=None):
 def test_figures_are_those_of_scikit_learn(classes, images, used):
     """Also of classes without images, and of those that are never predicted."""
     rows = drawn(classes, classes, images, used)
+    rows["before"] *= np.random.default_rng(0).integers(1, 9, images)  # about half are below 5
     labels, predicted = rows["label"], rows["predicted"]
-    scores = ClassScores.of(count_pairs(rows), classes)
+    scores = counts_by_class(count_pairs(rows), range(classes))
     known = precision_recall_fscore_support(
         labels, predicted, labels=range(classes), zero_division=np.nan
     )
-    found = (scores.precision, scores.recall, scores.f1, scores.support)
+    found = (scores.precision, scores.recall, scores.f1, scores.images)
     for ours, theirs in zip(found, known, strict=True):
         np.testing.assert_allclose(ours, theirs)
     macro = precision_recall_fscore_support(labels, predicted, average="macro", zero_division=0)
@@ -67,6 +69,9 @@ def test_figures_are_those_of_scikit_learn(classes, images, used):
         np.testing.assert_allclose(
             scores.balanced_accuracy, balanced_accuracy_score(labels, predicted)
         )
+    for label, share in enumerate(top5_by_class(count_pairs(rows), classes)):
+        of_class = rows["before"][labels == label] < 5
+        assert share == pytest.approx(of_class.mean() if len(of_class) else np.nan, nan_ok=True)
     assert scores.largest_share == np.bincount(labels).max() / images
 
 
