@@ -170,6 +170,7 @@ def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> Non
     training = next(each for each in commands_of(page) if "--multi_label" in each.text)
     run(training, *small)
     found = run(command, "--batch_size", "4")
+    assert (machine.home / "report" / "per_label.csv").exists()
     (quoted,) = (each for each in quotes() if each.line.startswith("val loss: 0.4012"))
     assert same_form(quoted.line, found)
     for name in FINDINGS:

@@ -23,7 +23,8 @@ PAIR = np.dtype([(name, np.int64) for name in ("label", "predicted", "images", "
 among the ``TOP`` most probable classes."""
 BIN = np.dtype([("images", np.int64), ("correct", np.int64), ("probability", np.float64)])
 """The images whose prediction has a probability in one bin: how many there are, how many of the
-predictions are correct, and the sum of their probabilities."""
+predictions are correct, and the sum of their probabilities. Of a label among several, the
+probability is that of having it, and it is correct if the image has it."""
 
 
 def count_pairs(predictions: np.ndarray) -> np.ndarray:
@@ -42,19 +43,26 @@ def count_pairs(predictions: np.ndarray) -> np.ndarray:
     return pairs
 
 
-def count_bins(predictions: np.ndarray) -> np.ndarray:
-    """Return the bins of the probabilities of predictions, (BINS,), of dtype BIN. A bin is open on
-    the left and closed on the right, as in scikit-learn; the first includes 0."""
-    finite = predictions[predictions["predicted"] != NOT_A_NUMBER]
-    probability = finite["probability"].astype(np.float64)
+def count_bins(probability: np.ndarray, correct: np.ndarray) -> np.ndarray:
+    """Return the bins of finite probabilities, (images,), and of whether what they are of is true,
+    (images,) bool: (BINS,), of dtype BIN. A bin is open on the left and closed on the right, as in
+    scikit-learn; the first includes 0."""
+    probability = probability.astype(np.float64)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     which = np.searchsorted(edges[1:-1], probability)
-    correct = finite["label"] == finite["predicted"]
     bins = np.zeros(BINS, BIN)
     bins["images"] = np.bincount(which, minlength=BINS)
     bins["correct"] = np.bincount(which[correct], minlength=BINS)
     bins["probability"] = np.bincount(which, probability, minlength=BINS)
     return bins
+
+
+def added_bins(bins: np.ndarray) -> np.ndarray:
+    """Return the sum along the first dimension of bins of dtype BIN."""
+    total = np.zeros(bins.shape[1:], BIN)
+    for name in BIN.names or ():
+        total[name] = bins[name].sum(axis=0)
+    return total
 
 
 def counts_by_class(pairs: np.ndarray, names: Sequence[str]) -> ByClass:

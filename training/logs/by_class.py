@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,13 @@ class ByClass:
         return Averages(*(float(np.nan_to_num(each[occurs]).mean()) for each in figures))
 
     @property
+    def micro(self) -> Averages:
+        """The figures of all classes together."""
+        right, images, predicted = self.right.sum(), self.images.sum(), self.predicted.sum()
+        figures = (right, predicted), (right, images), (2 * right, images + predicted)
+        return Averages(*(float(fraction(*each)) for each in figures))
+
+    @property
     def balanced_accuracy(self) -> float:
         """The mean recall of the classes that have images."""
         return float(np.nanmean(self.recall))
@@ -108,7 +115,7 @@ class ByClass:
         return printable(self.names[label]) if label < len(self.names) else str(label)
 
 
-def fraction(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole; NaN for 0 / 0."""
+def fraction(part: Any, whole: Any) -> Any:
+    """Return part / whole of NumPy's numbers or arrays; NaN for 0 / 0."""
     with np.errstate(invalid="ignore"):
         return part / whole

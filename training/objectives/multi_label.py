@@ -78,15 +78,18 @@ class LabelEvaluation(Evaluation):
 
     @property
     def values(self) -> dict[str, float]:
-        means = {"val_map": _mean(self.average_precision), "val_roc_auc": _mean(self.roc_auc)}
+        means = {
+            "val_map": defined_mean(self.average_precision),
+            "val_roc_auc": defined_mean(self.roc_auc),
+        }
         defined = {name: value for name, value in means.items() if np.isfinite(value)}
         return super().values | defined
 
     @property
     def quality(self) -> str:
         return (
-            f"mean average precision {_mean(self.average_precision):.4f}, mean ROC AUC "
-            f"{_mean(self.roc_auc):.4f}"
+            f"mean average precision {defined_mean(self.average_precision):.4f}, mean ROC AUC "
+            f"{defined_mean(self.roc_auc):.4f}"
         )
 
     def figures_by_label(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -107,7 +110,7 @@ class LabelEvaluation(Evaluation):
         return f"{super().__str__()}, {self.quality} of {defined} labels{without}"
 
 
-def _mean(values: Sequence[float]) -> float:
+def defined_mean(values: Sequence[float]) -> float:
     """Return the mean of those that are defined; NaN if none is."""
     defined = [value for value in values if np.isfinite(value)]
     return float(np.mean(defined)) if defined else np.nan
@@ -136,12 +139,18 @@ class LabelRanking(Measure):
         part = self._values.receive()
         self._parts.append(part | {"target": part["target"].astype(np.uint8)})
 
+    def predictions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what was predicted for the images of ``ImageValues``: their numbers, (images,),
+        the logits, (images, labels) fp32, and which labels they have, (images, labels) uint8."""
+        index, logits, target = (
+            np.concatenate([part[name] for part in self._parts])
+            for name in ("index", "logits", "target")
+        )
+        return index, logits, target
+
     def result(self) -> LabelEvaluation:
         """Return the figures of all labels; all processes must call this."""
-        names = ("index", "logits", "target")
-        index, logits, target = (
-            np.concatenate([part[name] for part in self._parts]) for name in names
-        )
+        index, logits, target = self.predictions()
         labels = logits.shape[1]
         mine: list[tuple[int, float, float, int]] = []  # label, its figures, its images
         for owner, share in enumerate(np.array_split(np.arange(labels), exchange.count())):

@@ -11,7 +11,7 @@ from sklearn.metrics import balanced_accuracy_score, precision_recall_fscore_sup
 
 from data.files import BrokenImageError
 from training.evaluation.class_figures import MOST_CLASSES, most_confused
-from training.evaluation.class_report import ClassReport, gather_report, worst_first, write_report
+from training.evaluation.class_report import ClassReport, gather_class_report, worst_first
 from training.evaluation.class_scores import (
     BINS,
     calibration_error,
@@ -20,6 +20,7 @@ from training.evaluation.class_scores import (
     counts_by_class,
     top5_by_class,
 )
+from training.evaluation.report import write_report
 from training.logs.figures import plot_curves
 from training.logs.records import Evaluation
 from training.objectives.classify import PREDICTION
@@ -81,7 +82,7 @@ def test_calibration_is_that_of_scikit_learn(probability):
     if probability is not None:
         rows["probability"] = probability
     right, values = rows["label"] == rows["predicted"], rows["probability"].astype(np.float64)
-    bins = count_bins(rows)
+    bins = count_bins(rows["probability"], right)
     used = bins["images"] > 0
     accuracy, mean = calibration_curve(right, values, n_bins=BINS)
     np.testing.assert_allclose(bins["correct"][used] / bins["images"][used], accuracy)
@@ -95,7 +96,7 @@ def test_counts_of_processes_add_up():
     parts = np.concatenate([count_pairs(part) for part in np.array_split(rows, 5)])
     assert (count_pairs(parts) == count_pairs(rows)).all()
     assert count_pairs(rows[:0]).shape == (0,)
-    assert np.isnan(calibration_error(count_bins(rows[:0])))
+    assert np.isnan(calibration_error(count_bins(np.zeros(0), np.zeros(0, bool))))
 
 
 def test_worst_first():
@@ -134,7 +135,7 @@ class Split:
 
 def written(folder, rows, names, path="val/{}.png", say=pytest.fail):
     backend = SimpleNamespace(batch_shard=0, is_main=True)
-    report = gather_report(rows, backend, Split(path), names)
+    report = gather_class_report(rows, backend, Split(path), names)
     assert isinstance(report, ClassReport)
     right = rows["label"] == rows["predicted"]
     result = Evaluation(1.0, 100 * right.mean(), 100.0, len(rows))
