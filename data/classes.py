@@ -41,6 +41,15 @@ def class_sizes(source: DataSource, flag: str) -> np.ndarray:
     return sizes
 
 
+def classes_without_validation(source: DataSource, sizes: np.ndarray) -> list[int]:
+    """Return the classes that have training images, as of ``class_sizes``, but no validation image;
+    [] also if the source does not know the labels of these."""
+    labels = np.asarray(getattr(source.splits.get("val"), "labels", ()))
+    if labels.ndim != 1 or not labels.size:
+        return []
+    return np.setdiff1d(np.flatnonzero(sizes), labels).tolist()
+
+
 # -- weights -----------------------------------------------------------------------------
 
 
@@ -85,9 +94,10 @@ def read_class_weights(
         )
     for where, (name, text) in table.read(columns):
         if name not in number_of:
+            known = f"a class ({files.first_of(list(names))}), or " if names else ""
             raise DataFolderError(
-                f"{where}: there is no class {name[:100]!r}: use the names of the class folders, "
-                f"or numbers from 0 to {count - 1}"
+                f"{where}: there is no class {name[:100]!r}: write {printable(known)}a number from "
+                f"0 to {count - 1}"
             )
         if number_of[name] in weights:
             raise DataFolderError(f"{where}: class {printable(name)} was already listed")

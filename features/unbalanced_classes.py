@@ -34,8 +34,8 @@ class ClassSizes(Feature):
     turned_on_by = ("--objective classify",)
 
     def hooks(self, training: Training) -> Sequence[Hook]:
-        from data.classes import class_sizes
-        from data.files import DataFolderError
+        from data.classes import class_sizes, classes_without_validation
+        from data.files import DataFolderError, first_of, printable
 
         if training.run.config.data.data_source == "fake":
             return ()
@@ -43,7 +43,11 @@ class ClassSizes(Feature):
             sizes = class_sizes(training.data, "the sizes of classes")
         except DataFolderError:  # the source does not know them
             return ()
-        training.session.reports.say(sizes_line(sizes, training.data.classes))
+        names, say = training.data.classes, training.session.reports.say
+        say(sizes_line(sizes, names))
+        if lost := classes_without_validation(training.data, sizes):
+            shown = printable(first_of([names[n] if names else str(n) for n in lost]))
+            say(f"warning: val has no image of class {shown}, so its recall is never measured")
         return ()
 
 

@@ -39,6 +39,7 @@ from tests.support.documented_output import quotes, same_form
 from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tools.plan.tpu_search import candidates
+from tools.show_augmentations import read_run
 from training.flags import check_foreign
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
@@ -136,6 +137,11 @@ def draws_xrays(machine: Machine, command: Command, tmp_path: Path) -> None:
     picture = tmp_path / "augmented.png"
     subprocess.run([sys.executable, *words, str(picture)], cwd=ROOT, check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def draws_from_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """tools.show_augmentations would take these flags; test_hospital.py draws the images."""
+    assert read_run(machine.noted(command, "python3")[2:-1]).config.data.labels
 
 
 def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:
