@@ -52,7 +52,7 @@ def index_table(
             f"{file} has {len(classes)} labels, but --num_classes is {request.num_classes}: set "
             f"--num_classes {len(classes)}"
         )
-    request.check_classes(len(classes), str(file))
+    request.check_classes(len(classes), str(file), classes)
     return found
 
 

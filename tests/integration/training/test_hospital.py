@@ -6,8 +6,11 @@ The images are those of tests/support/hospital.py; the model is small, and not p
 import csv
 import json
 import shlex
+import shutil
 
+import numpy as np
 import pytest
+from pydicom.uid import RLELossless
 from sklearn.metrics import (
     balanced_accuracy_score,
     confusion_matrix,
@@ -15,9 +18,11 @@ from sklearn.metrics import (
 )
 
 from tests.support.cli import ROOT, TINY_MODEL, Result, need_xla, run_program
+from tests.support.deep_files import data_set, written
 from tests.support.documented_commands import commands_of
 from tests.support.hospital import FINDINGS, SITES, open_hospital
 from tests.support.marks import long
+from tests.support.usage_error import told_in_one_line
 
 EVALUATION = "python3 run_vit_training.py --resume balanced_accuracy --ckpt_dir ~/runs/xrays --eval"
 PAGE = ROOT / "docs" / "tutorials" / "xrays.md"
@@ -139,3 +144,105 @@ def test_look_at_the_images(home, table, tmp_path):
     done = run_program(*words, str(tmp_path / "augmented.png"))
     assert done.returncode == 0, done.stderr
     assert "5 images, augmented 6 times" in done.stdout
+
+
+# -- mistakes in the table and the files -------------------------------------------------
+
+
+def changed(rows, place=0, **to):
+    """The rows, with other cells in one of them."""
+    return [row | to if number == place else row for number, row in enumerate(rows)]
+
+
+def in_both_splits(rows):
+    """With a column of splits, by image instead of patient."""
+    return [row | {"split": "val" if n % 5 == 0 else "train"} for n, row in enumerate(rows)]
+
+
+def only_in_val(rows):
+    return [row | {"split": "val" if row["finding"] == "mass" else "train"} for row in rows]
+
+
+MISTAKES = [
+    (
+        lambda rows: changed(rows, 3, image_id="p999_a"),
+        "images/p999_a, which does not exist: paths must be relative to --data_dir, or absolute",
+    ),
+    (
+        lambda rows: [*rows, rows[0]],
+        "was already listed, in line 2; remove one of the two lines",
+    ),
+    (
+        lambda rows: changed(rows, 3, image_id="../labels.csv"),
+        "../labels.csv is outside of --data_dir",
+    ),
+    (in_both_splits, "is in both splits, in"),
+    (
+        lambda rows: [row | {"patient_id": n} for n, row in enumerate(only_in_val(rows))],
+        "only val has mass, which cannot be learned without training images: move some",
+    ),
+    (
+        lambda rows: changed(rows, 3, finding="Normal"),
+        "but --num_classes is 5: set --num_classes 6 (classes: Normal, effusion, mass, nodule, no",
+    ),
+]
+
+
+def write_table(path, rows):
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, rows[-1])
+        table.writeheader()
+        table.writerows(rows)
+
+
+def told(capsys, home, tmp_path, *flags):
+    typed_words = typed("python3 run_vit_training.py --pretrained", home, ON["fsdp2"][0])
+    words = [*typed_words[1:], *SMALL, *flags, "--ckpt_dir", tmp_path / "run"]
+    line = told_in_one_line(capsys, *words)
+    assert not (tmp_path / "run").exists()
+    return line
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES)
+def test_a_mistake_in_the_table(change, message, home, table, tmp_path, capsys):
+    write_table(tmp_path / "labels.csv", change(table))
+    assert message in told(capsys, home, tmp_path, "--labels", tmp_path / "labels.csv")
+
+
+def test_a_weight_of_an_unknown_finding(home, table, tmp_path, capsys):
+    weights = tmp_path / "weights.csv"
+    weights.write_text("class;weight\nnormal;1\nNodule;3\n")
+    line = told(capsys, home, tmp_path, "--class_weights", weights)
+    assert (
+        "weights.csv: there is no class 'Nodule': write a class (effusion, mass, nodule, " in line
+    )
+
+
+def test_a_codec_that_is_not_installed(home, table, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "images"
+    shutil.copytree(home / "xrays" / "images", folder)
+    made = data_set(np.arange(1024, dtype=np.uint16).reshape(32, 32), 12)
+    made.compress(RLELossless)
+    for path in folder.glob("*.dcm"):
+        path.write_bytes(written(made))
+    monkeypatch.setattr("pydicom.pixels.decoders.base.Decoder.is_available", False)
+    line = told(capsys, home, tmp_path, "--data_dir", folder)
+    assert "DICOM files compressed as RLE Lossless require: python3 -m pip install -r req" in line
+
+
+def test_files_that_are_no_images_are_left_out_and_counted(home, table, tmp_path):
+    folder = tmp_path / "images"
+    shutil.copytree(home / "xrays" / "images", folder)
+    empty, frames = (data_set(np.zeros((64, 32), np.uint16), 12) for _ in range(2))
+    del empty.PixelData
+    frames.Rows, frames.NumberOfFrames = 32, 2
+    places = [folder / f"{row['image_id']}.dcm" for row in table if row["site"] == "south"]
+    for path, made in zip(places, (empty, frames), strict=False):
+        path.write_bytes(written(made))
+    words = [*typed("python3 run_vit_training.py --pretrained", home, ON["fsdp2"][0]), *SMALL]
+    words += ["--data_dir", str(folder), "--num_epochs", "1", "--max_bad_images", "2"]
+    words += ["--num_workers", "0", "--ckpt_dir", str(tmp_path / "run")]
+    done = run_program(*words)
+    assert done.returncode == 0, done.stderr
+    for path, reason in zip(places, ("no pixels (Secondary", "2 frames: save each"), strict=False):
+        assert f"warning: {path} cannot be read (it has {reason}" in done.stdout
