@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import balanced_accuracy_score, precision_recall_fscore_support
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    confusion_matrix,
+    precision_recall_fscore_support,
+)
 
 from data.files import BrokenImageError
-from training.evaluation.class_figures import MOST_CLASSES, most_confused
+from training.evaluation.class_figures import (
+    MOST_CLASSES,
+    draw_confusion,
+    draw_reliability,
+    most_confused,
+)
 from training.evaluation.class_report import ClassReport, gather_class_report, worst_first
 from training.evaluation.class_scores import (
     BINS,
@@ -113,6 +122,52 @@ def test_most_confused_classes():
     assert {3, 50, 7} <= {*found}
     assert len(found) in (MOST_CLASSES - 1, MOST_CLASSES)
     assert most_confused(count_pairs(predictions(range(99), range(99))), 99) == []
+
+
+@pytest.fixture
+def drawn_figure(monkeypatch):
+    """Returns what a function draws."""
+    figures = []
+    monkeypatch.setattr(
+        "training.evaluation.class_figures.save_figure", lambda figure, path: figures.append(figure)
+    )
+
+    def of(draw, *what, **how):
+        draw(*what, None, **how)
+        return figures.pop()
+
+    return of
+
+
+def test_the_picture_of_confusions(drawn_figure):
+    rows = predictions([0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 0, 0])
+    figure = drawn_figure(draw_confusion, count_pairs(rows), ["a", "b", "c"])
+    axis = figure.axes[0]
+    known = confusion_matrix(rows["label"], rows["predicted"])
+    shown = np.zeros_like(known)
+    for text in axis.texts:
+        column, row = text.get_position()
+        shown[row, column] = int(text.get_text())
+    assert (shown == known).all()
+    share = 100 * known / known.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(axis.images[0].get_array(), share)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a (3)", "b (2)", "c (1)"]
+    assert axis.get_title() == "6 images, 33.33 % correct"
+
+
+@pytest.mark.parametrize("of_labels", [False, True])
+def test_the_picture_of_the_calibration(of_labels, drawn_figure):
+    rows = drawn(5, 4, 300)
+    right = rows["label"] == rows["predicted"]
+    bins = count_bins(rows["probability"], right)
+    figure = drawn_figure(draw_reliability, bins, of_labels=of_labels)
+    above, below = figure.axes
+    accuracy, mean = calibration_curve(right, rows["probability"], n_bins=BINS)
+    np.testing.assert_allclose([bar.get_height() for bar in above.patches], 100 * accuracy)
+    np.testing.assert_allclose(above.lines[0].get_xdata(), 100 * mean)
+    np.testing.assert_allclose(above.lines[0].get_ydata(), 100 * accuracy)
+    assert sum(bar.get_height() for bar in below.patches) == 300
+    assert ("label" in above.get_ylabel()) == of_labels
 
 
 # -- its files -------------------------------------------------------------------------------------
