@@ -5,7 +5,6 @@ import functools
 import gc
 import getpass
 import importlib.util
-import itertools
 import os
 import sys
 import textwrap
@@ -78,14 +77,7 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
 
 def _load_extensions(words: list[str]) -> None:
     """Add the features of ``--extension``, whose flags are parsed like all others."""
-    names: list[str] = []
-    for index, word in enumerate(words):
-        flag, is_joined, value = word.partition("=")
-        if flag == "--extension":
-            following = itertools.takewhile(
-                lambda each: not each.startswith("--"), words[index + 1 :]
-            )
-            names = [value] if is_joined else list(following)
+    names = extensions.named_in(words)
     if names:
         import_torch()  # most of them import it
     extensions.use_extensions(names)

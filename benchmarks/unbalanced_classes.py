@@ -35,7 +35,9 @@ from data.digits import CLASSES, write_digits
 WAYS = {
     "neither": "",
     "class weights": "--class_weights auto",
+    "logit adjustment": "--logit_adjustment 1",
     "balanced sampling": "--balanced_sampling",
+    "balanced sampling 0.5": "--balanced_sampling 0.5",
 }
 SIZES = [round(140 * (4 / 140) ** (digit / 9)) for digit in range(len(CLASSES))]
 RARE = 3

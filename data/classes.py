@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from data import files
 from data.batch import SampleIndex
+from data.csv_table import open_csv
 from data.files import DataFolderError, SizeLimit, printable
 from data.loader import GlobalBatchSampler
 from data.source import DataSource, Split
@@ -42,6 +41,15 @@ def class_sizes(source: DataSource, flag: str) -> np.ndarray:
     return sizes
 
 
+def classes_without_validation(source: DataSource, sizes: np.ndarray) -> list[int]:
+    """Return the classes that have training images, as of ``class_sizes``, but no validation image;
+    [] also if the source does not know the labels of these."""
+    labels = np.asarray(getattr(source.splits.get("val"), "labels", ()))
+    if labels.ndim != 1 or not labels.size:
+        return []
+    return np.setdiff1d(np.flatnonzero(sizes), labels).tolist()
+
+
 # -- weights -----------------------------------------------------------------------------
 
 
@@ -51,6 +59,14 @@ def inverse_frequencies(sizes: np.ndarray) -> np.ndarray:
     images is 1."""
     classes = np.count_nonzero(sizes)
     return np.where(sizes > 0, sizes.sum() / (classes * np.maximum(sizes, 1)), 1.0)
+
+
+def log_priors(sizes: np.ndarray, count: int) -> np.ndarray:
+    """Return the logarithm of each class's share of the images, (count,) fp64; a class without
+    images counts as one with a single image."""
+    images = np.ones(count)
+    images[: len(sizes)] = np.maximum(sizes, 1)
+    return np.log(images / sizes.sum())
 
 
 _TABLE = SizeLimit("a table of class weights", 2**26)
@@ -69,29 +85,23 @@ def read_class_weights(
     number_of = {str(number): number for number in range(count)}
     number_of |= {name: number for number, name in enumerate(names or ())}
     weights: dict[int, float] = {}
-    with (
-        files.reporting(f"--class_weights {file}", "read"),
-        open(file, newline="", encoding="utf-8-sig", opener=files.regular) as stream,
-    ):
-        _TABLE.check(os.fstat(stream.fileno()).st_size)
-        table = csv.DictReader(stream)
-        for column in ("class", "weight"):
-            if column not in (table.fieldnames or ()):
-                raise DataFolderError(
-                    f"{file} has no column {column}: --class_weights requires a first line with "
-                    "the columns class,weight"
-                )
-        for row in table:
-            name, text = ((row[column] or "").strip() for column in ("class", "weight"))
-            where = f"line {table.line_num} of {file}"
-            if name not in number_of:
-                raise DataFolderError(
-                    f"{where}: there is no class {name[:100]!r}: use the names of the "
-                    f"class folders, or numbers from 0 to {count - 1}"
-                )
-            if number_of[name] in weights:
-                raise DataFolderError(f"{where}: class {printable(name)} was already listed")
-            weights[number_of[name]] = _weight(text, where)
+    table = open_csv("--class_weights", file, _TABLE)
+    columns = ("class", "weight")
+    if lost := next((column for column in columns if column not in table.columns), None):
+        raise DataFolderError(
+            f"{file} has no column {lost}: --class_weights requires a first line with the columns "
+            "class,weight"
+        )
+    for where, (name, text) in table.read(columns):
+        if name not in number_of:
+            known = f"a class ({files.first_of(list(names))}), or " if names else ""
+            raise DataFolderError(
+                f"{where}: there is no class {name[:100]!r}: write {printable(known)}a number from "
+                f"0 to {count - 1}"
+            )
+        if number_of[name] in weights:
+            raise DataFolderError(f"{where}: class {printable(name)} was already listed")
+        weights[number_of[name]] = _weight(text, where)
     needed = set(range(len(names or ()))) | set(np.flatnonzero(sizes).tolist())
     if missing := sorted(needed - weights.keys()):
         shown = files.first_of([names[n] if names else str(n) for n in missing])

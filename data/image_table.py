@@ -6,12 +6,11 @@ images exist. Without a column ``split``, ``data/table_split.py`` chooses the va
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ from data import files, tables
 from data.batch import class_counts
 from data.class_order import in_order
 from data.config import DataConfig
+from data.csv_table import Table, open_csv
 from data.decode import SUFFIXES
 from data.files import DataFolderError, first_of, is_url
 from data.index import SPLITS, FolderIndex
@@ -52,7 +52,7 @@ def index_table(
             f"{file} has {len(classes)} labels, but --num_classes is {request.num_classes}: set "
             f"--num_classes {len(classes)}"
         )
-    request.check_classes(len(classes), str(file))
+    request.check_classes(len(classes), str(file), classes)
     return found
 
 
@@ -103,59 +103,16 @@ _SIZE = files.SizeLimit("a table of labels", 2**30)
 """More than ten million files."""
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A table in memory."""
-
-    name: str
-    """The file."""
-    columns: list[str]
-    read: Callable[[Sequence[str]], Iterator[tuple[str, list[str]]]]
-    """Yields, of each row that is not empty, where it is in the file, and its cells in some
-    columns; "" for what is missing."""
-
-
-def _open(config: DataConfig) -> _Table:
+def _open(config: DataConfig) -> Table:
     file = config.labels
     assert file is not None
+    if not file.lower().endswith(".parquet"):
+        return open_csv("--labels", file, _SIZE)
     with files.reporting(f"--labels {file}", "read"):
-        content = files.read_bytes(file, limit=_SIZE)
-        if file.lower().endswith(".parquet"):
-            return _parquet(file, content)
-        return _csv(file, content.decode("utf-8-sig"))
+        return _parquet(file, files.read_bytes(file, limit=_SIZE))
 
 
-def _csv(file: str, text: str) -> _Table:
-    """Open text whose first line names the columns, with commas, semicolons or tabs in between."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    by_delimiter = {sign: next(csv.reader([first], delimiter=sign), []) for sign in ",;\t"}
-    delimiter = max(by_delimiter, key=lambda sign: len(by_delimiter[sign]))
-    names = [name.strip() for name in by_delimiter[delimiter]]
-
-    def read(columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-        places = [names.index(name) for name in columns]
-        lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        has_header = False
-        with files.reporting(f"--labels {file}", "read"):
-            for cells in lines:
-                if not any(cell.strip() for cell in cells):
-                    continue
-                if not has_header:
-                    has_header = True
-                    continue
-                where = f"line {lines.line_num} of {file}"
-                if any(cell.strip() for cell in cells[len(names) :]):
-                    raise DataFolderError(
-                        f"{where} has {len(cells)} fields, but there are {len(names)} columns: "
-                        "put quotes around a field that contains the delimiter"
-                    )
-                cells += [""] * (len(names) - len(cells))
-                yield where, [cells[place].strip() for place in places]
-
-    return _Table(file, names, read)
-
-
-def _parquet(file: str, content: bytes) -> _Table:
+def _parquet(file: str, content: bytes) -> Table:
     if tables.pq is None:
         raise DataFolderError(
             f"--labels {file} requires the package pyarrow: python3 -m pip install pyarrow"
@@ -178,7 +135,7 @@ def _parquet(file: str, content: bytes) -> _Table:
                     number += 1
                     yield f"row {number} of {file}", [cell(value) for value in cells]
 
-    return _Table(file, opened.schema_arrow.names, read)
+    return Table(file, opened.schema_arrow.names, read)
 
 
 # -- its columns -----------------------------------------------------------------------
@@ -195,7 +152,7 @@ class _Columns:
     group: str | None
 
     @classmethod
-    def of(cls, table: _Table, config: DataConfig, *, labels: bool, multi_label: bool) -> _Columns:
+    def of(cls, table: Table, config: DataConfig, *, labels: bool, multi_label: bool) -> _Columns:
         """Choose the columns. Raises DataFolderError if one is missing."""
         path, *of_labels = config.columns or ("path", "label")
         if not labels:
@@ -249,7 +206,7 @@ class _Rows:
 
 
 def _read_rows(
-    table: _Table, columns: _Columns, config: DataConfig, suffixes: tuple[str, ...]
+    table: Table, columns: _Columns, config: DataConfig, suffixes: tuple[str, ...]
 ) -> _Rows:
     """Read the rows, and find their files. Raises DataFolderError."""
     rows = _Rows([], [], [], [], [])
@@ -398,7 +355,7 @@ def _in_order(names: set[str], class_map: str | None) -> list[str]:
     return in_order(classes, class_map=class_map)
 
 
-def _one_label(table: _Table, rows: _Rows, class_map: str | None) -> tuple[list[str], np.ndarray]:
+def _one_label(table: Table, rows: _Rows, class_map: str | None) -> tuple[list[str], np.ndarray]:
     """Return the classes, and the label of each row, (rows,), int32. Raises DataFolderError."""
     names = [label for (label,) in rows.labels]
     for place, name in zip(rows.places, names, strict=True):
@@ -416,7 +373,7 @@ def _one_label(table: _Table, rows: _Rows, class_map: str | None) -> tuple[list[
 
 
 def _several_labels(
-    table: _Table, columns: _Columns, rows: _Rows, class_map: str | None
+    table: Table, columns: _Columns, rows: _Rows, class_map: str | None
 ) -> tuple[list[str], np.ndarray]:
     """Return the classes, and which labels each row has, (rows, classes), uint8: of one column,
     names between "|"; of several, those whose column has 1. Raises DataFolderError."""
@@ -454,7 +411,7 @@ VAL_FRACTION = 0.2
 
 
 def _splits(
-    table: _Table, columns: _Columns, rows: _Rows, labels: np.ndarray, config: DataConfig
+    table: Table, columns: _Columns, rows: _Rows, labels: np.ndarray, config: DataConfig
 ) -> np.ndarray:
     """Return the split of each row: train, val, or "split NAME" for others. Raises
     DataFolderError."""

@@ -106,11 +106,13 @@ class DatasetRequest:
                     raise
         return results
 
-    def check_classes(self, count: int, where: str) -> None:
+    def check_classes(self, count: int, where: str, names: Sequence[str] = ()) -> None:
         """Raise DataFolderError if ``where`` has more classes than the model."""
         if self.labels and count > self.num_classes:
+            these = f" (classes: {printable(first_of(names))})" if names else ""
             raise DataFolderError(
-                f"{where} has {count} classes, but --num_classes is {self.num_classes}"
+                f"{where} has {count} classes, but --num_classes is {self.num_classes}: set "
+                f"--num_classes {count}{these}"
             )
 
 

@@ -24,7 +24,6 @@ class MultiLabel(Feature):
     turned_on_by = ("--multi_label",)
     excludes = {
         **dict.fromkeys(("--knn", "--probe", "--knn_every", "--probe_every"), _ONE_LABEL),
-        "--eval_report": "--eval_only lists the figures of each label, and --json has them",
         "--teacher": "",
     }
     saved_with_weights = True

@@ -1,4 +1,4 @@
-"""Classes of different sizes: the log says so; weights in the loss, or images drawn evenly."""
+"""Classes of different sizes: the log says so; another loss, or images drawn evenly."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from training.loop import Hook, Training
     from training.resolve import Run
 
+_SAME = "both make up for the sizes of the classes"
 _SHOWN = 10
 """The largest number of classes of which the log has each one's size."""
 
@@ -33,8 +34,8 @@ class ClassSizes(Feature):
     turned_on_by = ("--objective classify",)
 
     def hooks(self, training: Training) -> Sequence[Hook]:
-        from data.classes import class_sizes
-        from data.files import DataFolderError
+        from data.classes import class_sizes, classes_without_validation
+        from data.files import DataFolderError, first_of, printable
 
         if training.run.config.data.data_source == "fake":
             return ()
@@ -42,7 +43,11 @@ class ClassSizes(Feature):
             sizes = class_sizes(training.data, "the sizes of classes")
         except DataFolderError:  # the source does not know them
             return ()
-        training.session.reports.say(sizes_line(sizes, training.data.classes))
+        names, say = training.data.classes, training.session.reports.say
+        say(sizes_line(sizes, names))
+        if lost := classes_without_validation(training.data, sizes):
+            shown = printable(first_of([names[n] if names else str(n) for n in lost]))
+            say(f"warning: val has no image of class {shown}, so its recall is never measured")
         return ()
 
 
@@ -124,6 +129,41 @@ def weights_of_classes(run: Run, data: DataSource) -> np.ndarray:
     return inverse_frequencies(np.pad(sizes, (0, count - len(sizes))))
 
 
+class LogitAdjustment(Feature):
+    """``--logit_adjustment``: the loss of equation (10) of Menon et al. 2021 (arXiv 2007.07314)."""
+
+    turned_on_by = ("--logit_adjustment",)
+    excludes: ClassVar = {
+        **dict.fromkeys(("--class_weights", "--balanced_sampling"), _SAME),
+        "--bce_loss": "it is defined for the softmax",
+        "--save_bad_step": "tools.replay_step does not know the sizes of the classes",
+    }
+
+    def check_data(self, run: Run, data: DataSource) -> None:
+        from data.classes import class_sizes
+        from training.data import data_errors_as_usage_errors
+
+        with data_errors_as_usage_errors():
+            class_sizes(data, self.shown(run.config))
+
+    def hooks(self, training: Training) -> Sequence[Hook]:
+        import torch
+
+        from data.classes import class_sizes, log_priors
+        from training.objectives.classify import Classification
+
+        run = training.run
+        tau: Any = run.config.of(ClassWeightsConfig).logit_adjustment
+        sizes = class_sizes(training.data, self.shown(run.config))
+        terms = tau * log_priors(sizes, run.model.sizes.num_classes)
+        assert isinstance(training.objective, Classification)
+        training.objective.adjust_logits(torch.tensor(terms, dtype=torch.float32))
+        training.session.reports.say(
+            f"logit adjustment in the loss: {terms.min():.4g} to {terms.max():.4g}"
+        )
+        return ()
+
+
 @dataclass(frozen=True)
 class BalancedSamplingConfig:
     """How often the images of each class are drawn."""
@@ -151,7 +191,7 @@ class BalancedSampling(Feature):
     turned_on_by = ("--balanced_sampling",)
     order_flags = ("balanced_sampling",)
     excludes: ClassVar = {
-        "--class_weights": "both make up for the sizes of the classes",
+        "--class_weights": _SAME,
         "--buckets": "each batch has images of one aspect ratio",
         "--data_source fake": "its images have no classes",
         "--data_source parquet": "it reads groups of images together; pack them with data.pack",

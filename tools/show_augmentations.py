@@ -1,10 +1,10 @@
 """Draws augmented images: ``python3 -m tools.show_augmentations FLAGS PICTURE.png``.
 
-FLAGS are those of run_vit_training.py. There is one image of each class, of at most ten classes,
-chosen by --seed. Each row shows one image, first unchanged, then augmented several times; with
-mixup or CutMix, the images of a column are mixed with each other. Where several crops are made of
-an image, the columns are its crops. Of images of other than 1 or 3 bands, the first three are drawn
-as colors.
+FLAGS are those of run_vit_training.py, with its extensions. There is one image of each class, of at
+most ten classes, chosen by --seed. Each row shows one image, first unchanged, then augmented
+several times; with mixup or CutMix, the images of a column are mixed with each other. Where several
+crops are made of an image, the columns are its crops. Of images of other than 1 or 3 bands, the
+first three are drawn as colors.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from training.command_line import parse
 from training.config import RunConfig
 from training.data import dataset_request
 from training.errors import UsageError, data_errors_as_usage_errors
+from training.extensions import named_in, use_extensions
 from training.logs.figures import as_label, pyplot
 from training.mesh import Mesh
 from training.objectives.classify import Mixing, smoothed
@@ -49,8 +50,8 @@ _LEAST_SHARE = 0.02
 
 def read_run(flags: Sequence[str]) -> Run:
     """Return the run of these flags, with small batches. Raises UsageError."""
-    config = resolve_common(parse(list(flags), {"run": RunConfig})["run"])
-    config, model = resolve_model(config)
+    parsed = parse(list(flags), {"run": RunConfig}, lambda words: use_extensions(named_in(words)))
+    config, model = resolve_model(resolve_common(parsed["run"]))
     if len(model.sizes.input_shape) != 3:
         raise UsageError("only 2-D images can be drawn, not volumes")
     if config.data.image_sizes:

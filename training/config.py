@@ -390,6 +390,7 @@ class UseConfig:
         "write a report of --eval_only to this folder: a page with precision, recall, F1 and "
         "calibration, and the worst mistakes (evaluation.html), the same as tables (per_class.csv, "
         "confusion.csv, errors.csv) and as pictures (confusion.png, reliability.png); with "
+        "--multi_label: per_label.csv in place of the first two, no confusion.png; with "
         "--segment_probe: segment.csv and segment.png",
         kind=path_or_url,
         metavar="FOLDER",

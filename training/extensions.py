@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 import traceback
@@ -28,6 +29,19 @@ _loaded: dict[str, ModuleType] = {}
 """The modules in use, by the name that the flag gives, without a checksum."""
 _folders: list[str] = []
 """The folders of their files, at the end of ``sys.path``."""
+
+
+def named_in(words: Sequence[str]) -> list[str]:
+    """Return the values of ``--extension`` in a command line; of several, those of the last."""
+    names: list[str] = []
+    for index, word in enumerate(words):
+        flag, is_joined, value = word.partition("=")
+        if flag == "--extension":
+            following = itertools.takewhile(
+                lambda each: not each.startswith("--"), words[index + 1 :]
+            )
+            names = [value] if is_joined else list(following)
+    return names
 
 
 def use_extensions(names: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ FEATURES = (
     "features.unbalanced_classes:ClassSizes",
     "features.unbalanced_classes:BestByClass",
     "features.unbalanced_classes:ClassWeights",
+    "features.unbalanced_classes:LogitAdjustment",
     "features.unbalanced_classes:BalancedSampling",
     "features.intensity:IntensityWords",
     "features.intensity:Bands",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from data.batch import PADDING, Batch
@@ -31,10 +30,9 @@ class SequenceClassification(Classification):
         images of the step."""
         labels, in_step = batch["target"], batch["batch_images"]  # the same number in each sequence
         logits = model(self._input(batch)).float()
-        losses = F.cross_entropy(
+        losses = self._cross_entropy(
             logits,
             labels.flatten(),
-            weight=self._class_weights,
             ignore_index=PADDING,
             reduction="sum",
             label_smoothing=self._smoothing,

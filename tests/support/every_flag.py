@@ -123,6 +123,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "decay_steps": ("1", "2"),
     "model_ema_decay": ("0", "0.99"),
     "class_weights": ("auto",),
+    "logit_adjustment": ("0.5", "1"),
     "balanced_sampling": ("0", "0.5", "1"),
     "resume": ("auto", "none"),
     "ckpt_epoch_interval": ("1", "10"),

@@ -39,6 +39,7 @@ from tests.support.documented_output import quotes, same_form
 from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tools.plan.tpu_search import candidates
+from tools.show_augmentations import read_run
 from training.flags import check_foreign
 from training.mesh import make_mesh
 from training.resolve import Run, check_batch, resolve_common, resolve_model
@@ -143,6 +144,11 @@ def draws_xrays(machine: Machine, command: Command, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def draws_from_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """tools.show_augmentations would take these flags; test_hospital.py draws the images."""
+    assert read_run(machine.noted(command, "python3")[2:-1]).config.data.labels
+
+
 def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> None:
     """One step of run_vit_training.py, on X-rays that a table lists, or its evaluation."""
     xrays = machine.home / "xrays"
@@ -175,6 +181,7 @@ def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> Non
     training = next(each for each in commands_of(page) if "--multi_label" in each.text)
     run(training, *small)
     found = run(command, "--batch_size", "4")
+    assert (machine.home / "report" / "per_label.csv").exists()
     (quoted,) = (each for each in quotes() if each.line.startswith("val loss: 0.4012"))
     assert same_form(quoted.line, found)
     for name in FINDINGS:

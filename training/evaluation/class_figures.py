@@ -90,9 +90,13 @@ def draw_confusion(pairs: np.ndarray, names: Sequence[str], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_reliability(bins: np.ndarray, path: Path) -> None:
+def draw_reliability(bins: np.ndarray, path: Path, *, of_labels: bool = False) -> None:
     """Draw the accuracy of predictions over their probability, and how many there are, by the bins
-    of ``class_scores.count_bins``. Raises OSError."""
+    of ``class_scores.count_bins``; ``of_labels``: of several labels an image, in place of the
+    accuracy the share of images that have the label. Raises OSError."""
+    share, counted = ("accuracy", "correct predictions in %"), "images"
+    if of_labels:
+        share, counted = ("share", "images that have the label in %"), "images x labels"
     figure: Figure
     figure, (above, below) = pyplot().subplots(
         2,
@@ -107,12 +111,12 @@ def draw_reliability(bins: np.ndarray, path: Path) -> None:
     used = bins["images"] > 0
     counts = bins["images"][used]
     accuracy = 100 * bins["correct"][used] / counts
-    above.bar(middles[used], accuracy, width, color="tab:blue", edgecolor="white", label="accuracy")
+    above.bar(middles[used], accuracy, width, color="tab:blue", edgecolor="white", label=share[0])
     means = 100 * bins["probability"][used] / counts
     above.plot(means, accuracy, "o", color="black", markersize=3.5, label="mean of the bin")
     above.plot([0, 100], [0, 100], "--", color="tab:gray", label="calibrated")
     above.set_ylim(0, 103)
-    above.set_ylabel("correct predictions in %")
+    above.set_ylabel(share[1])
     above.set_title(
         f"expected calibration error {100 * calibration_error(bins):.2f} % in {BINS} bins",
         fontsize=10,
@@ -120,8 +124,8 @@ def draw_reliability(bins: np.ndarray, path: Path) -> None:
     above.legend(loc="upper left")
     below.bar(middles, bins["images"], width, color="tab:gray", edgecolor="white")
     below.set_xlim(0, 100)
-    below.set_xlabel("probability of the prediction in %")
-    below.set_ylabel("images")
+    below.set_xlabel(f"probability of the {'label' if of_labels else 'prediction'} in %")
+    below.set_ylabel(counted)
     for axis in (above, below):
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)

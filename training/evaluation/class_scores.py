@@ -1,16 +1,16 @@
-"""How well a classifier does on each class, and how well its probabilities are calibrated.
+"""What the images of each class were classified as, and how well probabilities are calibrated.
 
-All figures are computed from counts, which processes add up. The definitions are scikit-learn's,
-of ``precision_recall_fscore_support``, ``balanced_accuracy_score`` and ``calibration_curve``.
+All figures are computed from counts, which processes add up. Bins are those of scikit-learn's
+``calibration_curve``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
+from training.logs.by_class import ByClass, fraction
 from training.objectives.classify import TOP
 
 BINS = 15
@@ -23,7 +23,8 @@ PAIR = np.dtype([(name, np.int64) for name in ("label", "predicted", "images", "
 among the ``TOP`` most probable classes."""
 BIN = np.dtype([("images", np.int64), ("correct", np.int64), ("probability", np.float64)])
 """The images whose prediction has a probability in one bin: how many there are, how many of the
-predictions are correct, and the sum of their probabilities."""
+predictions are correct, and the sum of their probabilities. Of a label among several, the
+probability is that of having it, and it is correct if the image has it."""
 
 
 def count_pairs(predictions: np.ndarray) -> np.ndarray:
@@ -42,14 +43,13 @@ def count_pairs(predictions: np.ndarray) -> np.ndarray:
     return pairs
 
 
-def count_bins(predictions: np.ndarray) -> np.ndarray:
-    """Return the bins of the probabilities of predictions, (BINS,), of dtype BIN. A bin is open on
-    the left and closed on the right, as in scikit-learn; the first includes 0."""
-    finite = predictions[predictions["predicted"] != NOT_A_NUMBER]
-    probability = finite["probability"].astype(np.float64)
+def count_bins(probability: np.ndarray, correct: np.ndarray) -> np.ndarray:
+    """Return the bins of finite probabilities, (images,), and of whether what they are of is true,
+    (images,) bool: (BINS,), of dtype BIN. A bin is open on the left and closed on the right, as in
+    scikit-learn; the first includes 0."""
+    probability = probability.astype(np.float64)
     edges = np.linspace(0.0, 1.0, BINS + 1)
     which = np.searchsorted(edges[1:-1], probability)
-    correct = finite["label"] == finite["predicted"]
     bins = np.zeros(BINS, BIN)
     bins["images"] = np.bincount(which, minlength=BINS)
     bins["correct"] = np.bincount(which[correct], minlength=BINS)
@@ -57,70 +57,38 @@ def count_bins(predictions: np.ndarray) -> np.ndarray:
     return bins
 
 
-class Averages(NamedTuple):
-    """Means over classes, from 0 to 1."""
+def added_bins(bins: np.ndarray) -> np.ndarray:
+    """Return the sum along the first dimension of bins of dtype BIN."""
+    total = np.zeros(bins.shape[1:], BIN)
+    for name in BIN.names or ():
+        total[name] = bins[name].sum(axis=0)
+    return total
 
-    precision: float
-    recall: float
-    f1: float
+
+def counts_by_class(pairs: np.ndarray, names: Sequence[str]) -> ByClass:
+    """Return the counts of pairs of dtype PAIR, of the classes with these names."""
+    finite = pairs[pairs["predicted"] != NOT_A_NUMBER]
+    right = pairs[pairs["label"] == pairs["predicted"]]
+    classes = len(names)
+    return ByClass(
+        _totals(pairs, "label", "images", classes),
+        _totals(right, "label", "images", classes),
+        _totals(finite, "predicted", "images", classes),
+        names,
+    )
 
 
-@dataclass(frozen=True)
-class ClassScores:
-    """The figures of each class, by label: arrays of shape (classes,). Fractions are from 0 to 1,
-    NaN where they are not defined: the precision of a class that was never predicted, the recall of
-    a class without images, the F1 of a class that is neither."""
+def top5_by_class(pairs: np.ndarray, classes: int) -> np.ndarray:
+    """Return, for each class, the fraction of its images with the label among the ``TOP`` most
+    probable classes, (classes,), of pairs of dtype PAIR; NaN for a class without images."""
+    return fraction(*(_totals(pairs, "label", each, classes) for each in ("in_top5", "images")))
 
-    support: np.ndarray
-    """The number of images."""
-    predicted: np.ndarray
-    """How many images were predicted as the class."""
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    top5: np.ndarray
-    """The fraction of images with their label among the ``TOP`` most probable classes."""
 
-    @classmethod
-    def of(cls, pairs: np.ndarray, classes: int) -> ClassScores:
-        """Return the figures of pairs of dtype PAIR."""
-
-        def by_class(which: str, counts: str, pairs: np.ndarray) -> np.ndarray:
-            total = np.zeros(classes, np.int64)
-            np.add.at(total, pairs[which], pairs[counts])
-            return total
-
-        support = by_class("label", "images", pairs)
-        in_top5 = by_class("label", "in_top5", pairs)
-        predicted = by_class("predicted", "images", pairs[pairs["predicted"] != NOT_A_NUMBER])
-        correct = by_class("label", "images", pairs[pairs["label"] == pairs["predicted"]])
-        with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
-            return cls(
-                support,
-                predicted,
-                correct / predicted,
-                correct / support,
-                2 * correct / (support + predicted),
-                in_top5 / support,
-            )
-
-    @property
-    def macro(self) -> Averages:
-        """The means over the classes that have images or were predicted; what is not defined counts
-        as 0."""
-        occurs = (self.support > 0) | (self.predicted > 0)
-        figures = (self.precision, self.recall, self.f1)
-        return Averages(*(float(np.nan_to_num(each[occurs]).mean()) for each in figures))
-
-    @property
-    def balanced_accuracy(self) -> float:
-        """The mean recall of the classes that have images."""
-        return float(np.nanmean(self.recall))
-
-    @property
-    def largest_share(self) -> float:
-        """The accuracy of always predicting the class with the most images."""
-        return float(self.support.max() / self.support.sum())
+def _totals(pairs: np.ndarray, which: str, counts: str, classes: int) -> np.ndarray:
+    """Return the sum of the field ``counts`` for each class in the field ``which``, (classes,)."""
+    total = np.zeros(classes, np.int64)
+    np.add.at(total, pairs[which], pairs[counts])
+    return total
 
 
 def calibration_error(bins: np.ndarray) -> float:

@@ -20,9 +20,9 @@ from training.config import LogConfig
 from training.data import dataset_request
 from training.errors import BAD_IMAGES, UsageError, data_errors_as_usage_errors
 from training.evaluation import knn_and_probe
-from training.evaluation.class_report import report_folder
 from training.evaluation.features import Features, open_plainly
 from training.evaluation.knn_and_probe import OfImages
+from training.evaluation.report import report_folder
 from training.evaluation.trained import adapt_trained, open_trained
 from training.logs.bad_images import BadImages
 from training.logs.records import FROZEN, KNN, PROBE, RANK, SEGMENT

@@ -29,8 +29,10 @@ from training.data import (
     open_images,
 )
 from training.errors import NOT_FINITE, RunFailed, UsageError, data_errors_as_usage_errors
-from training.evaluation.class_report import gather_report, report_folder, write_report
+from training.evaluation.class_report import gather_class_report
 from training.evaluation.evaluate import evaluate
+from training.evaluation.label_report import gather_label_report
+from training.evaluation.report import Report, report_folder, write_report
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
 from training.loaders import val_loader
@@ -38,6 +40,7 @@ from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
 from training.objectives.classify import TOP, Accuracy, Classification
+from training.objectives.multi_label import LabelEvaluation, LabelRanking
 from training.objectives.registry import objective_class, open_objective
 from training.resolve import Run, resolve_model
 from training.weights.adapt import Adapter
@@ -202,9 +205,13 @@ def _evaluate_weights(
     rows = result.figures_by_label(names)
     for row in rows:
         say(", ".join(f"{name}: {value}" for name, value in row.items()))
-    report = None
-    if isinstance(measure, Accuracy) and measure.keeps_predictions:
-        report = gather_report(measure.predictions(), backend, data.splits[VAL], names)
+    report: Report | None = None
+    if use.eval_report or use.json:
+        split = data.splits[VAL]
+        if isinstance(measure, Accuracy):
+            report = gather_class_report(measure.predictions(), backend, split, names)
+        elif isinstance(measure, LabelRanking) and isinstance(result, LabelEvaluation):
+            report = gather_label_report(measure, result, backend, split, names)
     if report and use.eval_report:
         about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"
         try:
@@ -213,7 +220,7 @@ def _evaluate_weights(
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"
             ) from None
-        say(f"report on {len(names):,} classes: {use.eval_report}")
+        say(f"report on {len(names):,} {'labels' if rows else 'classes'}: {use.eval_report}")
     if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
         by_label = {"by_class": rows} if rows else {}

@@ -1,22 +1,34 @@
-"""What an evaluation says of each class: the mean and the lowest recall, and the largest class.
+"""What an evaluation says of each class: precision and recall, their means, and the largest class.
 
 The accuracy alone says little if classes have different sizes: a model that always predicts the
-largest class is right as often as that class occurs.
+largest class is right as often as that class occurs. The definitions are scikit-learn's, of
+``precision_recall_fscore_support`` and ``balanced_accuracy_score``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.files import printable
 
 
+class Averages(NamedTuple):
+    """Averages over classes, from 0 to 1."""
+
+    precision: float
+    recall: float
+    f1: float
+
+
 @dataclass(frozen=True, eq=False)
 class ByClass:
-    """Counts by class of an evaluation, each (classes,) int64."""
+    """Counts by class of an evaluation, each (classes,) int64, and figures from them. Fractions are
+    from 0 to 1, NaN where they are not defined: the precision of a class that was never predicted,
+    the recall of a class without images, the F1 of a class that is neither."""
 
     images: np.ndarray
     """The number of images of each class."""
@@ -32,17 +44,41 @@ class ByClass:
         return replace(self, names=names)
 
     @property
-    def recalls(self) -> np.ndarray:
-        """The recall of each class in percent, (classes,) fp64: the share of its images that were
-        predicted as it; NaN for a class without images."""
-        with np.errstate(invalid="ignore"):
-            return 100 * self.right / self.images
+    def precision(self) -> np.ndarray:
+        return fraction(self.right, self.predicted)
+
+    @property
+    def recall(self) -> np.ndarray:
+        return fraction(self.right, self.images)
+
+    @property
+    def f1(self) -> np.ndarray:
+        return fraction(2 * self.right, self.images + self.predicted)
+
+    @property
+    def macro(self) -> Averages:
+        """The means over the classes that have images or were predicted; what is not defined counts
+        as 0."""
+        occurs = (self.images > 0) | (self.predicted > 0)
+        figures = (self.precision, self.recall, self.f1)
+        return Averages(*(float(np.nan_to_num(each[occurs]).mean()) for each in figures))
+
+    @property
+    def micro(self) -> Averages:
+        """The figures of all classes together."""
+        right, images, predicted = self.right.sum(), self.images.sum(), self.predicted.sum()
+        figures = (right, predicted), (right, images), (2 * right, images + predicted)
+        return Averages(*(float(fraction(*each)) for each in figures))
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean recall in percent of the classes that have images, as scikit-learn's
-        ``balanced_accuracy_score``."""
-        return float(np.nanmean(self.recalls))
+        """The mean recall of the classes that have images."""
+        return float(np.nanmean(self.recall))
+
+    @property
+    def largest_share(self) -> float:
+        """The accuracy of always predicting the class with the most images."""
+        return float(self.images.max() / self.images.sum())
 
     @property
     def values(self) -> dict[str, float]:
@@ -50,9 +86,9 @@ class ByClass:
         if not self.images.any():
             return {}
         return {
-            "val_balanced_accuracy": self.balanced_accuracy,
-            "val_worst_recall": float(np.nanmin(self.recalls)),
-            "val_largest_class": 100 * float(self.images.max() / self.images.sum()),
+            "val_balanced_accuracy": 100 * self.balanced_accuracy,
+            "val_worst_recall": 100 * float(np.nanmin(self.recall)),
+            "val_largest_class": 100 * self.largest_share,
         }
 
     def lines(self, weights: str = "") -> Iterator[str]:
@@ -60,7 +96,7 @@ class ByClass:
         ``weights``: which weights they are of, if there are several."""
         if not self.images.any():
             return
-        worst, largest = int(np.nanargmin(self.recalls)), int(self.images.argmax())
+        worst, largest = int(np.nanargmin(self.recall)), int(self.images.argmax())
         values = self.values
         yield (
             f"{weights}balanced accuracy: {values['val_balanced_accuracy']:.2f} %, worst recall: "
@@ -77,3 +113,9 @@ class ByClass:
 
     def _name(self, label: int) -> str:
         return printable(self.names[label]) if label < len(self.names) else str(label)
+
+
+def fraction(part: Any, whole: Any) -> Any:
+    """Return part / whole of NumPy's numbers or arrays; NaN for 0 / 0."""
+    with np.errstate(invalid="ignore"):
+        return part / whole

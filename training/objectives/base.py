@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import abc
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -100,3 +103,24 @@ class MeanLoss(Measure):
 
     def result(self) -> Evaluation:
         return Evaluation(self._loss / (self._images or math.nan), images=int(self._images))
+
+
+class ImageValues:
+    """Values of this process's images on their way from the devices, batch by batch. Processes with
+    the same ``Backend.batch_shard`` have the same images."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._in_transfer: deque[Future[dict[str, torch.Tensor]]] = deque()
+
+    def send(self, index: torch.Tensor, **values: torch.Tensor) -> None:
+        """Start copying values of a batch to the host, with the numbers of its images, (images,);
+        dimension 0 of each value is the images."""
+        self._in_transfer.append(self._backend.read_images({"index": index, **values}))
+
+    def receive(self) -> dict[str, np.ndarray]:
+        """Return the numbers ("index") and the values of the images of the earliest batch that was
+        not yet received, without padding."""
+        values = self._in_transfer.popleft().result()
+        is_image = values["index"] != PADDING
+        return {name: value[is_image].numpy() for name, value in values.items()}

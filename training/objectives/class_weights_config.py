@@ -1,15 +1,15 @@
-"""The flag of class weights."""
+"""The flags of what classes of different sizes change in the loss."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from config_fields import flag, local_name
+from config_fields import flag, local_name, positive_number
 from training.objectives.config import CLASSIFIES
 
 
 @dataclass(frozen=True)
 class ClassWeightsConfig:
-    """How much the images of each class count in the loss."""
+    """How the loss makes up for the sizes of the classes."""
 
     group: ClassVar[str] = "optimization"
     after: ClassVar[str] = "smoothing"
@@ -25,3 +25,18 @@ class ClassWeightsConfig:
         metavar="auto|FILE",
         requires=CLASSIFIES,
     )
+    logit_adjustment: float | None = flag(
+        None,
+        "in the training loss, add TAU times the logarithm of a class's share of the training "
+        "images to its logit, so that without it rare classes are predicted more often (arXiv "
+        "2007.07314); 1 makes up for the sizes; evaluations and predictions use the plain logits "
+        "(docs/unbalanced_classes.md) (default: 0)",
+        kind=positive_number,
+        metavar="TAU",
+        requires=CLASSIFIES,
+    )
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss differs from class to class."""
+        return self.class_weights is not None or self.logit_adjustment is not None

@@ -6,16 +6,14 @@ In each step, ``Classification`` normalizes images, mixes them (mixup, CutMix), 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import cutmix_bbox_and_lam
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch import nn
 
 from data.batch import PADDING, Batch
@@ -25,7 +23,7 @@ from training.backend import Backend, micro_batch_seed
 from training.data import input_of
 from training.logs.by_class import ByClass
 from training.logs.records import Evaluation
-from training.objectives.base import Measure, Objective
+from training.objectives.base import ImageValues, Measure, Objective
 from training.objectives.class_weights_config import ClassWeightsConfig
 from training.objectives.distillation_config import DistillationConfig
 from training.objectives.mixup_config import MixupConfig
@@ -44,12 +42,15 @@ class Classification(Objective):
         self._backend = backend
         self._input = input_of(run, backend.constant)
         self._mixing = Mixing(run, backend.constant, backend.image_rows) if mixup.mixes else None
-        self._class_weights: torch.Tensor | None = None
-        if run.config.of(ClassWeightsConfig).class_weights is not None:
-            self.weigh_classes(torch.ones(run.model.sizes.num_classes))
-        weighted = self._class_weights is not None
-        self._soft_labels = mixup.mixes or config.bce_loss or weighted
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
+        self._class_weights: torch.Tensor | None = None
+        self._logit_adjustment: torch.Tensor | None = None
+        by_class = run.config.of(ClassWeightsConfig)
+        if by_class.class_weights is not None:
+            self.weigh_classes(torch.ones(self._classes))
+        if by_class.logit_adjustment is not None:
+            self.adjust_logits(torch.zeros(self._classes))
+        self._soft_labels = mixup.mixes or config.bce_loss or by_class.in_loss
         # Chosen as in timm's training script. With mixed labels or binary cross-entropy, labels are
         # already smoothed.
         self._label_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy
@@ -57,10 +58,8 @@ class Classification(Objective):
             self._label_loss = BinaryCrossEntropy(
                 target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum
             )
-        elif weighted:
-            self._label_loss = self._weighted_cross_entropy
-        elif mixup.mixes:
-            self._label_loss = SoftTargetCrossEntropy()
+        elif self._soft_labels:
+            self._label_loss = self._cross_entropy
         elif config.smoothing:
             self._label_loss = LabelSmoothingCrossEntropy(config.smoothing)
         self._teacher = open_teacher(run, backend, say)
@@ -69,10 +68,20 @@ class Classification(Objective):
         """Set the weight of each class in the loss, (classes,) fp32; before the first step."""
         self._class_weights = self._backend.constant(weights)
 
-    def _weighted_cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return PyTorch's loss of weighted classes, for soft labels: divided by the number of
-        images, not by the sum of their weights, which differs from part to part of a batch."""
-        return F.cross_entropy(logits, labels, weight=self._class_weights)
+    def adjust_logits(self, terms: torch.Tensor) -> None:
+        """Set what is added to the logit of each class in the loss, (classes,) fp32; before the
+        first step."""
+        self._logit_adjustment = self._backend.constant(terms)
+
+    def _cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        """Return PyTorch's loss of adjusted logits and weighted classes. Of soft labels, it is
+        divided by the number of images, not by the sum of their weights, which differs from part to
+        part of a batch."""
+        if self._logit_adjustment is not None:
+            logits = logits + self._logit_adjustment
+        return F.cross_entropy(logits, labels, weight=self._class_weights, **how)
 
     @staticmethod
     def probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -278,7 +287,7 @@ class Accuracy(Measure):
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._by_class: np.ndarray | int = 0  # as in ByClass, (3, classes)
-        self._pending: deque[Future[dict[str, torch.Tensor]]] = deque()
+        self._values = ImageValues(backend)
         self._predictions = [np.empty(0, PREDICTION)]
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -296,28 +305,26 @@ class Accuracy(Measure):
         by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
         counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
         if self.keeps_predictions:
-            probabilities = logits.softmax(dim=-1)
+            probabilities = Classification.probabilities(logits)
             of_label = (probabilities * is_label).sum(dim=-1)
-            integers = (batch["index"].flatten(), labels, predicted, before)
-            values = {
-                "integers": torch.stack([each.int() for each in integers], dim=1),
-                "probabilities": torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
-            }
-            self._pending.append(self._backend.read_images(values))
+            self._values.send(
+                batch["index"].flatten(),
+                classes=torch.stack([each.int() for each in (labels, predicted, before)], dim=1),
+                probabilities=torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
+            )
         return {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
         self._by_class += np.array(values["by_class"], dtype=np.int64).reshape(3, -1)
         if self.keeps_predictions:
-            here = self._pending.popleft().result()
-            columns = [*here["integers"].numpy().T, *here["probabilities"].numpy().T]
-            rows = np.rec.fromarrays(columns, PREDICTION)
-            self._predictions.append(rows[rows["label"] != PADDING])
+            here = self._values.receive()
+            columns = [here["index"], *here["classes"].T, *here["probabilities"].T]
+            self._predictions.append(np.rec.fromarrays(columns, PREDICTION))
 
     def predictions(self) -> np.ndarray:
-        """Return what the images on this process's devices were classified as, (images,), of dtype
-        ``PREDICTION``. Processes with the same ``Backend.batch_shard`` have the same images."""
+        """Return what the images of ``ImageValues`` were classified as, (images,), of dtype
+        ``PREDICTION``."""
         return np.concatenate(self._predictions)
 
     def result(self) -> Evaluation:

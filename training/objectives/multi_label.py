@@ -7,9 +7,7 @@ label: each process keeps those of its images, and at the end receives those of 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import nn
 from data.batch import PADDING, Batch
 from training.backend import Backend
 from training.logs.records import Evaluation
-from training.objectives.base import Measure
+from training.objectives.base import ImageValues, Measure
 from training.objectives.classify import Classification
 from training.processes import exchange
 
@@ -80,15 +78,18 @@ class LabelEvaluation(Evaluation):
 
     @property
     def values(self) -> dict[str, float]:
-        means = {"val_map": _mean(self.average_precision), "val_roc_auc": _mean(self.roc_auc)}
+        means = {
+            "val_map": defined_mean(self.average_precision),
+            "val_roc_auc": defined_mean(self.roc_auc),
+        }
         defined = {name: value for name, value in means.items() if np.isfinite(value)}
         return super().values | defined
 
     @property
     def quality(self) -> str:
         return (
-            f"mean average precision {_mean(self.average_precision):.4f}, mean ROC AUC "
-            f"{_mean(self.roc_auc):.4f}"
+            f"mean average precision {defined_mean(self.average_precision):.4f}, mean ROC AUC "
+            f"{defined_mean(self.roc_auc):.4f}"
         )
 
     def figures_by_label(self, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -109,7 +110,7 @@ class LabelEvaluation(Evaluation):
         return f"{super().__str__()}, {self.quality} of {defined} labels{without}"
 
 
-def _mean(values: Sequence[float]) -> float:
+def defined_mean(values: Sequence[float]) -> float:
     """Return the mean of those that are defined; NaN if none is."""
     defined = [value for value in values if np.isfinite(value)]
     return float(np.mean(defined)) if defined else np.nan
@@ -121,8 +122,8 @@ class LabelRanking(Measure):
     def __init__(self, model_input: Callable[[Batch], Any], backend: Backend) -> None:
         self._input, self._backend = model_input, backend
         self._totals = np.zeros(2)  # loss, images
-        self._in_transfer: deque[Future[dict[str, torch.Tensor]]] = deque()
-        self._parts: list[dict[str, torch.Tensor]] = []
+        self._values = ImageValues(backend)
+        self._parts: list[dict[str, np.ndarray]] = []
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         logits, target = model(self._input(batch)).float(), batch["target"]
@@ -130,29 +131,34 @@ class LabelRanking(Measure):
         losses = F.binary_cross_entropy_with_logits(logits, target.float(), reduction="none")
         loss = torch.where(present, losses.mean(dim=-1), 0.0).sum()
         totals = self._backend.sum(torch.stack([loss, present.sum().float()]))
-        values = {"index": batch["index"], "logits": logits, "target": target}
-        self._in_transfer.append(self._backend.read_images(values))
+        self._values.send(batch["index"], logits=logits, target=target)
         return {"totals": totals}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._totals += values["totals"]
-        part = self._in_transfer.popleft().result()
-        present = part["target"][:, 0] != PADDING
-        part["target"] = part["target"].to(torch.uint8)
-        self._parts.append({name: value[present] for name, value in part.items()})
+        part = self._values.receive()
+        self._parts.append(part | {"target": part["target"].astype(np.uint8)})
+
+    def predictions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what was predicted for the images of ``ImageValues``: their numbers, (images,),
+        the logits, (images, labels) fp32, and which labels they have, (images, labels) uint8."""
+        index, logits, target = (
+            np.concatenate([part[name] for part in self._parts])
+            for name in ("index", "logits", "target")
+        )
+        return index, logits, target
 
     def result(self) -> LabelEvaluation:
         """Return the figures of all labels; all processes must call this."""
-        names = ("index", "logits", "target")
-        index, logits, target = (torch.cat([part[name] for part in self._parts]) for name in names)
+        index, logits, target = self.predictions()
         labels = logits.shape[1]
         mine: list[tuple[int, float, float, int]] = []  # label, its figures, its images
         for owner, share in enumerate(np.array_split(np.arange(labels), exchange.count())):
             if not len(share):
                 continue
             gathered = [
-                exchange.gather_rows(values.numpy(), owner)
-                for values in (index, logits[:, share.tolist()], target[:, share.tolist()])
+                exchange.gather_rows(values, owner)
+                for values in (index, logits[:, share], target[:, share])
             ]
             if owner != exchange.rank():
                 continue

@@ -175,10 +175,27 @@ def test_several_labels(tables, tmp_path):
     # The checkpoint knows what it was trained for, and on which split.
     program = ["run_vit_training.py", "--resume", f"{one.ckpt_dir}/step_12", "--json"]
     table = ["--data_dir", f"{DIGITS}", "--labels", f"{tables}/several.csv", *COLUMNS]
-    done = run_program(*program, "--eval_only", *table, "--cpu_devices", "2")
+    report = ["--eval_only", *table, "--num_workers", "0", "--eval_report"]
+    done = run_program(*program, *report, f"{tmp_path}/report", "--cpu_devices", "2")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     check_figures(found, expected)
+    assert f"report on 5 labels: {tmp_path}/report" in done.stderr
+
+    # The same report from several processes, but for probabilities at the edge.
+    processes = ["--backend", "cuda", "--batch_size", "64"]
+    again = run_program(*program, *report, f"{tmp_path}/by_two", *processes, processes=2)
+    assert again.returncode == 0, again.stderr
+    other = json.loads(again.stdout.splitlines()[-1])
+    assert other["micro"] == pytest.approx(found["micro"], abs=0.2)
+    assert other["calibration"]["ece"] == pytest.approx(found["calibration"]["ece"], abs=0.2)
+    errors = {(error["path"], error["label"]) for error in found["errors"]}
+    assert len(errors ^ {(error["path"], error["label"]) for error in other["errors"]}) < 5
+    assert 5 < len(errors) == len(found["errors"])
+    for error in found["errors"]:
+        digit = int(error["path"].rpartition("/")[0].rpartition("/")[2])
+        assert error["truth"] == (digit in HAVE[error["label"]])
+        assert (error["probability"] >= 0.5) != error["truth"]
     for row in found["by_class"]:
         images, *figures = expected[2][row["label"]]
         assert row["images"] == images

@@ -1,4 +1,4 @@
-"""``--class_weights``, ``--balanced_sampling``, and recalls, in real runs on rare classes."""
+"""``--class_weights``, ``--logit_adjustment``, ``--balanced_sampling``, and recalls: real runs."""
 
 import csv
 import itertools
@@ -81,7 +81,7 @@ def test_the_sampling_must_not_change_within_an_epoch(source, tmp_path):
 # -- class weights -----------------------------------------------------------------------
 
 
-def by_hand(weights, *flags):
+def by_hand(weights, *flags, terms=0.0):
     """Loss and gradient norm of the first two steps, whose weights are the initial ones."""
     run = on_gpus([*TINY_MODEL, *TINY_RUN, "--hflip", "0", *flags])
     model = filled(run.model, run.config.seed)
@@ -91,7 +91,7 @@ def by_hand(weights, *flags):
     for batch in itertools.islice(loader.epoch(0), 2):
         model.zero_grad()
         logits = model(normalized(batch["image"], run.config.data.preprocessing))
-        loss = F.cross_entropy(logits, batch["target"], **how) / 16
+        loss = F.cross_entropy(logits + terms, batch["target"], **how) / 16
         loss.backward()
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
         expected += [loss.item(), norm]
@@ -125,6 +125,27 @@ def test_first_steps_are_pytorchs(train, flags, how, source, tmp_path):
         assert result.steps[3]["compilations"] == result.steps[2]["compilations"]
 
 
+@pytest.mark.parametrize(
+    ("train", "flags", "how"),
+    [
+        (train_tiny, "--grad_accum_steps 2 --smoothing 0.1", {"devices": 4}),
+        (train_tiny_gpu, "--smoothing 0.1", {"processes": 2}),
+        long(train_tiny, "--xla_fsdp nested --smoothing 0.1", {}),
+        long(train_tiny, "--mesh_tensor 2 --no-scan_blocks --smoothing 0.1", {"devices": 4}),
+    ],
+)
+def test_first_steps_with_adjusted_logits(train, flags, how, source, tmp_path):
+    given = [*source, "--logit_adjustment", "0.7", *flags.split()]
+    result = train(tmp_path, *given, *QUICK, "--max_steps", "3", **how)
+    terms = 0.7 * torch.tensor(SIZES).div(IMAGES).log()
+    expected = by_hand(None, *source, "--smoothing", "0.1", "--patch_size", "8", terms=terms)
+    found = [result.steps[step][name] for step in (1, 2) for name in ("loss", "grad_norm")]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert "logit adjustment in the loss: -3.059 to -0.6326" in result.stdout
+    if "compilations" in result.steps[3]:
+        assert result.steps[3]["compilations"] == result.steps[2]["compilations"]
+
+
 def test_weights_of_a_file(source, tmp_path):
     file = tmp_path / "weights.csv"
     file.write_text("class,weight\n" + "".join(f"{n},{n + 1}\n" for n in range(10)))
@@ -141,17 +162,20 @@ def test_weights_of_a_file(source, tmp_path):
     "flags",
     [
         "--native_resolution --max_images_per_sequence 2 --batch_size 8",
+        "--native_resolution --max_images_per_sequence 2 --batch_size 8 --logit_adjustment 1",
         "--mixup 0.8 --cutmix 1 --aug_repeats 2",
         "--teacher vit_10b --teacher_weights {teacher}",
     ],
 )
 def test_weights_go_with(flags, source, tmp_path):
-    """On both backends alike."""
+    """On both backends alike; in place of weights, the logits may be adjusted."""
     if "--teacher" in flags:
         train_tiny_gpu(tmp_path / "teacher", *source, *QUICK, "--max_steps", "2")
     words = flags.format(teacher=tmp_path / "teacher").split()
-    given = [*source, *QUICK, "--class_weights", "auto", *words, "--max_steps", "3"]
-    without = [word for word in given if word not in ("--class_weights", "auto")]
+    without = [*source, *QUICK, *words, "--max_steps", "3"]
+    given = [*without, "--class_weights", "auto"]
+    if "--logit_adjustment" in flags:
+        given, without = without, without[: without.index("--logit_adjustment")] + without[-2:]
     plain = train_tiny_gpu(tmp_path / "plain", *without, processes=2)
     gpu = train_tiny_gpu(tmp_path / "gpu", *given, processes=2)
     xla = train_tiny(tmp_path / "xla", *given, devices=2)
@@ -234,6 +258,17 @@ def test_one_class_is_a_warning(source, tmp_path):
         ("--class_weights auto --objective mae", "requires --objective classify, not mae"),
         ("--class_weights auto --fake_data", "at least two classes, and all 1,281,167 of "),
         ("--class_weights auto --balanced_sampling", "--balanced_sampling 1.0 is incompatible wi"),
+        ("--class_weights auto --logit_adjustment 1", "1.0 is incompatible with --class_weights a"),
+        (
+            "--logit_adjustment 1 --balanced_sampling",
+            "is incompatible with --balanced_sampling 1.0",
+        ),
+        ("--logit_adjustment 1 --bce_loss", "--bce_loss (it is defined for the softmax): drop one"),
+        ("--logit_adjustment 1 --save_bad_step", "incompatible with --save_bad_step (tools.replay"),
+        ("--logit_adjustment 1 --objective mae", "requires --objective classify, not mae"),
+        ("--logit_adjustment 1 --fake_data", "at least two classes, and all 1,281,167 of "),
+        ("--logit_adjustment 0", "--logit_adjustment: 0 must be at least 1e-12"),
+        ("--logit_adjustment nan", "'nan' is not a finite number"),
         ("--balanced_sampling -1", "-1 must be at least 0 and at most 1"),
         ("--balanced_sampling nan", "'nan' is not a finite number"),
         ("--balanced_sampling 1.5", "1.5 must be at least 0 and at most 1"),

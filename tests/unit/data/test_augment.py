@@ -32,6 +32,7 @@ from tests.support.resolved import on_xla
 from tests.support.usage_error import told_in_one_line
 from tools.show_augmentations import DRAWS, columns, images_of_classes, main, read_run
 from training.data import dataset_request
+from training.extensions import use_extensions
 
 pytestmark = pytest.mark.fast
 
@@ -254,6 +255,34 @@ def test_columns_show_what_is_trained_on(tmp_path):
     assert main(["--help"]) == 0
     with Image.open(picture) as drawn:
         assert min(drawn.size) > 300
+
+
+def test_flags_of_an_extension(digits, tmp_path):
+    extension = tmp_path / "tilted.py"
+    extension.write_text(EXTENSION)
+    flags = ["--data_dir", str(digits), *"--image_size 16 --patch_size 4 --num_classes 10".split()]
+    try:
+        own = ["--extension", str(extension), "--tilted"]
+        assert main([*flags, *own, str(tmp_path / "picture.png")]) == 0
+    finally:
+        use_extensions([])
+    assert (tmp_path / "picture.png").exists()
+
+
+EXTENSION = """
+from dataclasses import dataclass
+from typing import ClassVar
+from config_fields import flag
+from training.feature import Feature
+
+@dataclass(frozen=True)
+class TiltedConfig:
+    group: ClassVar[str] = "data"
+    tilted: bool = flag(False, "tilt images")
+
+class Tilted(Feature):
+    flags = TiltedConfig
+"""
 
 
 @pytest.mark.parametrize(

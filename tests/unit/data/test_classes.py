@@ -11,12 +11,14 @@ from sklearn.utils.class_weight import compute_class_weight
 from data.classes import (
     BalancedSampler,
     class_sizes,
+    classes_without_validation,
     draws_of_classes,
     inverse_frequencies,
+    log_priors,
     read_class_weights,
 )
 from data.files import DataFolderError
-from features.unbalanced_classes import sizes_line
+from features.unbalanced_classes import ClassSizes, sizes_line
 
 pytestmark = pytest.mark.fast
 
@@ -103,6 +105,11 @@ def test_inverse_frequencies_are_those_of_scikit_learn():
     assert found[LABELS].mean() == pytest.approx(1)
 
 
+def test_a_class_without_images_has_the_prior_of_one():
+    found = np.exp(log_priors(SIZES, 7))
+    assert found == pytest.approx(np.array([50, 1, 23, 7, 1, 1, 1]) / 81)
+
+
 NAMES = ["cat", "dog", "1", "a, b"]
 
 
@@ -124,8 +131,11 @@ def test_weights_of_a_file_are_scaled_to_mean_1(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        (["cat,1", "bird,2"], "line 3 of {file}: there is no class 'bird'"),
-        (["cat,1", "7,2"], "there is no class '7': use the names of the class folders, or num"),
+        (["cat,1", "bird,2"], "line 3 of {file}: there is no class 'bird': "),
+        (
+            ["cat,1", "7,2"],
+            "class '7': write a class (cat, dog, 1, a, b), or a number from 0 to 3",
+        ),
         (["cat,1", "dog,1", "1,1"], "has no weight for class a, b: add a line"),
         ([], "has no weight for class cat, dog, 1, a, b: add a line"),
         (["cat,1", "cat,2"], "line 3 of {file}: class cat was already listed"),
@@ -157,6 +167,10 @@ def test_files_that_are_no_table_of_weights(tmp_path):
     ):
         with pytest.raises(DataFolderError, match=told):
             read_class_weights(file, NAMES, np.array([1]), 4)
+    spreadsheet = tmp_path / "weights_of_a_spreadsheet.csv"
+    spreadsheet.write_text("\ufeffweight;class\r\n3;1\r\n1;0\r\n", encoding="utf-8")
+    found = read_class_weights(str(spreadsheet), None, np.array([1, 1]), 2)
+    assert found.tolist() == [0.5, 1.5]
     binary = tmp_path / "weights.bin"
     binary.write_bytes(b"class,weight\n\xff\xfe,1\n")
     with pytest.raises(DataFolderError):
@@ -172,6 +186,27 @@ def test_a_source_that_knows_no_labels(labels):
     source = SimpleNamespace(name="a stream", splits={"train": train})
     with pytest.raises(DataFolderError, match="--flag requires a source that knows one label of"):
         class_sizes(source, "--flag")
+
+
+@pytest.mark.parametrize(
+    ("val", "lost"), [([0, 2, 2], [3, 4]), ([0, 2, 3, 4], []), ([], []), (None, [])]
+)
+def test_classes_that_validation_lacks(val, lost):
+    source = SimpleNamespace(splits={"val": SimpleNamespace(labels=val)} if val else {})
+    assert classes_without_validation(source, SIZES) == lost
+
+
+def test_a_class_that_is_never_measured_is_a_warning(monkeypatch):
+    monkeypatch.setattr("data.classes.class_sizes", lambda source, flag: SIZES)
+    said = []
+    data = SimpleNamespace(classes=list("abcde"), splits={"val": SimpleNamespace(labels=[0, 2, 4])})
+    run = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(data_source="folder")))
+    session = SimpleNamespace(reports=SimpleNamespace(say=said.append))
+    assert ClassSizes().hooks(SimpleNamespace(run=run, data=data, session=session)) == ()
+    assert said == [
+        sizes_line(SIZES, data.classes),
+        "warning: val has no image of class d, so its recall is never measured",
+    ]
 
 
 def test_the_line_of_sizes():

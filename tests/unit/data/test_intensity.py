@@ -25,6 +25,7 @@ from data.decode import MAX_PIXELS, Reading, image_size, open_image, read_image
 from data.files import BrokenImageError, DataFolderError
 from data.intensity import Intensity, measure
 from data.open import open_data
+from data.raw_images import gray_of_pillow
 from data.source import DatasetRequest
 from tests.support.deep_files import data_set, dicom, png_of_16_bits, tiff, written
 
@@ -144,6 +145,8 @@ def test_white_as_zero():
         opened(tiff(TWELVE, photometric="miniswhite"), ["0", "65535"]),
         ranged(65535 - TWELVE, 0, 65535),
     )
+    with Image.open(io.BytesIO(tiff(TWELVE, photometric="miniswhite"))) as image:  # as of masks
+        assert np.array_equal(gray_of_pillow(image).values[..., 0], 65535 - TWELVE)
     encoded = dicom(TWELVE, 12, "MONOCHROME1")
     for words in ("full", ["0", "4095"]):
         check(opened(encoded, words), 255 - ranged(TWELVE, 0, 4095))
@@ -450,6 +453,16 @@ def test_auto_is_the_percentiles_of_the_sample():
     low, high = np.percentile(np.stack(images), (0.5, 99.5))
     assert found.words == ("auto", str(int(np.floor(low))), str(int(np.ceil(high))))
     assert "warning" not in found.remark
+    # Files with a window of their own are in another unit.
+    shown = raws(dicom(images[0] + 9000, WindowCenter=9100, WindowWidth=200))
+    mixed = measure(
+        21,
+        0,
+        Intensity.parse("auto"),
+        lambda numbers: [*raws(*(tiff(images[n]) for n in numbers if n < 20)), *shown],
+    )
+    assert mixed.words == found.words
+    assert "have a window" in mixed.remark
     same = measure(
         20, 0, Intensity.parse("full"), lambda numbers: raws(*(tiff(images[n]) for n in numbers))
     )

@@ -7,18 +7,29 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import balanced_accuracy_score, precision_recall_fscore_support
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    confusion_matrix,
+    precision_recall_fscore_support,
+)
 
 from data.files import BrokenImageError
-from training.evaluation.class_figures import MOST_CLASSES, most_confused
-from training.evaluation.class_report import ClassReport, gather_report, worst_first, write_report
+from training.evaluation.class_figures import (
+    MOST_CLASSES,
+    draw_confusion,
+    draw_reliability,
+    most_confused,
+)
+from training.evaluation.class_report import ClassReport, gather_class_report, worst_first
 from training.evaluation.class_scores import (
     BINS,
-    ClassScores,
     calibration_error,
     count_bins,
     count_pairs,
+    counts_by_class,
+    top5_by_class,
 )
+from training.evaluation.report import write_report
 from training.logs.figures import plot_curves
 from training.logs.records import Evaluation
 from training.objectives.classify import PREDICTION
@@ -52,12 +63,13 @@ def drawn(seed, classes, images, used=None):
 def test_figures_are_those_of_scikit_learn(classes, images, used):
     """Also of classes without images, and of those that are never predicted."""
     rows = drawn(classes, classes, images, used)
+    rows["before"] *= np.random.default_rng(0).integers(1, 9, images)  # about half are below 5
     labels, predicted = rows["label"], rows["predicted"]
-    scores = ClassScores.of(count_pairs(rows), classes)
+    scores = counts_by_class(count_pairs(rows), range(classes))
     known = precision_recall_fscore_support(
         labels, predicted, labels=range(classes), zero_division=np.nan
     )
-    found = (scores.precision, scores.recall, scores.f1, scores.support)
+    found = (scores.precision, scores.recall, scores.f1, scores.images)
     for ours, theirs in zip(found, known, strict=True):
         np.testing.assert_allclose(ours, theirs)
     macro = precision_recall_fscore_support(labels, predicted, average="macro", zero_division=0)
@@ -67,6 +79,9 @@ def test_figures_are_those_of_scikit_learn(classes, images, used):
         np.testing.assert_allclose(
             scores.balanced_accuracy, balanced_accuracy_score(labels, predicted)
         )
+    for label, share in enumerate(top5_by_class(count_pairs(rows), classes)):
+        of_class = rows["before"][labels == label] < 5
+        assert share == pytest.approx(of_class.mean() if len(of_class) else np.nan, nan_ok=True)
     assert scores.largest_share == np.bincount(labels).max() / images
 
 
@@ -76,7 +91,7 @@ def test_calibration_is_that_of_scikit_learn(probability):
     if probability is not None:
         rows["probability"] = probability
     right, values = rows["label"] == rows["predicted"], rows["probability"].astype(np.float64)
-    bins = count_bins(rows)
+    bins = count_bins(rows["probability"], right)
     used = bins["images"] > 0
     accuracy, mean = calibration_curve(right, values, n_bins=BINS)
     np.testing.assert_allclose(bins["correct"][used] / bins["images"][used], accuracy)
@@ -90,7 +105,7 @@ def test_counts_of_processes_add_up():
     parts = np.concatenate([count_pairs(part) for part in np.array_split(rows, 5)])
     assert (count_pairs(parts) == count_pairs(rows)).all()
     assert count_pairs(rows[:0]).shape == (0,)
-    assert np.isnan(calibration_error(count_bins(rows[:0])))
+    assert np.isnan(calibration_error(count_bins(np.zeros(0), np.zeros(0, bool))))
 
 
 def test_worst_first():
@@ -107,6 +122,52 @@ def test_most_confused_classes():
     assert {3, 50, 7} <= {*found}
     assert len(found) in (MOST_CLASSES - 1, MOST_CLASSES)
     assert most_confused(count_pairs(predictions(range(99), range(99))), 99) == []
+
+
+@pytest.fixture
+def drawn_figure(monkeypatch):
+    """Returns what a function draws."""
+    figures = []
+    monkeypatch.setattr(
+        "training.evaluation.class_figures.save_figure", lambda figure, path: figures.append(figure)
+    )
+
+    def of(draw, *what, **how):
+        draw(*what, None, **how)
+        return figures.pop()
+
+    return of
+
+
+def test_the_picture_of_confusions(drawn_figure):
+    rows = predictions([0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 0, 0])
+    figure = drawn_figure(draw_confusion, count_pairs(rows), ["a", "b", "c"])
+    axis = figure.axes[0]
+    known = confusion_matrix(rows["label"], rows["predicted"])
+    shown = np.zeros_like(known)
+    for text in axis.texts:
+        column, row = text.get_position()
+        shown[row, column] = int(text.get_text())
+    assert (shown == known).all()
+    share = 100 * known / known.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(axis.images[0].get_array(), share)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a (3)", "b (2)", "c (1)"]
+    assert axis.get_title() == "6 images, 33.33 % correct"
+
+
+@pytest.mark.parametrize("of_labels", [False, True])
+def test_the_picture_of_the_calibration(of_labels, drawn_figure):
+    rows = drawn(5, 4, 300)
+    right = rows["label"] == rows["predicted"]
+    bins = count_bins(rows["probability"], right)
+    figure = drawn_figure(draw_reliability, bins, of_labels=of_labels)
+    above, below = figure.axes
+    accuracy, mean = calibration_curve(right, rows["probability"], n_bins=BINS)
+    np.testing.assert_allclose([bar.get_height() for bar in above.patches], 100 * accuracy)
+    np.testing.assert_allclose(above.lines[0].get_xdata(), 100 * mean)
+    np.testing.assert_allclose(above.lines[0].get_ydata(), 100 * accuracy)
+    assert sum(bar.get_height() for bar in below.patches) == 300
+    assert ("label" in above.get_ylabel()) == of_labels
 
 
 # -- its files -------------------------------------------------------------------------------------
@@ -129,7 +190,7 @@ class Split:
 
 def written(folder, rows, names, path="val/{}.png", say=pytest.fail):
     backend = SimpleNamespace(batch_shard=0, is_main=True)
-    report = gather_report(rows, backend, Split(path), names)
+    report = gather_class_report(rows, backend, Split(path), names)
     assert isinstance(report, ClassReport)
     right = rows["label"] == rows["predicted"]
     result = Evaluation(1.0, 100 * right.mean(), 100.0, len(rows))

@@ -1,4 +1,5 @@
-"""The loss with ``--class_weights`` against PyTorch's, and recalls against scikit-learn's."""
+"""The loss with ``--class_weights`` against PyTorch's, with ``--logit_adjustment`` against the
+paper's, and recalls against scikit-learn's."""
 
 import numpy as np
 import pytest
@@ -95,6 +96,42 @@ def test_without_data_each_class_weighs_1():
     torch.testing.assert_close(found, F.cross_entropy(logits, labels))
 
 
+def adjusted(*flags, tau=1.5):
+    run = on_gpus([*TINY_MODEL, "--batch_size", "24", "--logit_adjustment", str(tau), *flags])
+    objective = open_objective(run, Host())
+    priors = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.04, 0.03, 0.02, 0.01])
+    objective.adjust_logits(tau * priors.log())
+    return objective, priors.double().numpy()
+
+
+@pytest.mark.parametrize("flags", [[], ["--smoothing", "0.1"], ["--mixup", "0.8"]])
+def test_the_adjusted_loss_is_that_of_the_paper(flags):
+    """Equation (10) of arXiv 2007.07314, for each of the labels that an image has a share of."""
+    torch.manual_seed(5)
+    objective, priors = adjusted(*flags)
+    logits, labels = torch.randn(24, 10, requires_grad=True), torch.randint(10, (24,))
+    images = torch.zeros(24, 3, 16, 16, dtype=torch.uint8)
+    _, targets, _ = objective.example({"image": images, "target": labels}, 5)
+    if not flags:
+        assert torch.equal(targets, F.one_hot(labels, 10).float())
+    f = logits.detach().double().numpy()
+    raised = priors**1.5 * np.exp(f)
+    of_label = -np.log(raised / raised.sum(axis=1, keepdims=True))
+    expected = (targets.double().numpy() * of_label).sum(axis=1).mean()
+    loss = objective.loss_of(logits, targets, None)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    (grad,) = torch.autograd.grad(loss, logits)
+    by_hand = (raised / raised.sum(axis=1, keepdims=True) - targets.double().numpy()) / 24
+    assert grad.numpy() == pytest.approx(by_hand, abs=1e-7)
+
+
+def test_without_data_no_logit_is_adjusted():
+    run = on_gpus([*TINY_MODEL, "--batch_size", "24", "--logit_adjustment", "1"])
+    logits, labels = torch.randn(24, 10), torch.randint(10, (24,))
+    found = losses_of(open_objective(run, Host()), logits, labels)
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels))
+
+
 # -- recalls ---------------------------------------------------------------------------------------
 
 
@@ -124,7 +161,7 @@ def test_recalls_are_those_of_scikit_learn(classes):
     present = sorted(set(labels.tolist()))
     recalls = recall_score(labels, predicted, average=None, labels=present)
     assert values["val_worst_recall"] == pytest.approx(100 * recalls.min())
-    assert result.by_class.recalls[present] == pytest.approx(100 * recalls)
+    assert result.by_class.recall[present] == pytest.approx(recalls)
     assert values["val_largest_class"] == pytest.approx(2 * max(labels.bincount().tolist()))
     assert result.by_class.predicted.tolist() == predicted.bincount(minlength=5).tolist()
 
