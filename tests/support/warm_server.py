@@ -201,6 +201,9 @@ def main(path: str, parent: str, *modules: str) -> int:
     atexit.register(leave_imports_as_they_are, of_others, last)  # first, so that it is called last
     for module in modules:
         __import__(module)
+    from PIL import Image
+
+    Image.init()  # its 47 modules, which a program would import with its first list of images
     set_by_imports = {k: v for k, v in os.environ.items() if before.get(k) != v}
     for name, module in sys.modules.items():
         if not (is_ours(module) or name.startswith(TAKEN_DOWN)):
