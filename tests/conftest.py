@@ -33,6 +33,7 @@ os.environ.pop("CPU_NUM_DEVICES", None)
 # Tests share a few cores: threads that wait for each other there take up to eight times as long for
 # the small tensors of a test.
 torch.set_num_threads(1)
+gc.disable()  # until the tests are collected: nothing of the modules that they import is garbage
 
 
 def pytest_addoption(parser):
@@ -54,10 +55,12 @@ def pytest_configure():
 
 def pytest_unconfigure():
     shared.end()
+    gc.freeze()  # pytest collects garbage five times, of millions of objects
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
+    gc.enable()
     # The quick files last: then no worker has long to do when the others are done.
     items.sort(key=lambda item: item.get_closest_marker("fast") is not None)
     part, parts = map(int, config.getoption("--part").split("/"))

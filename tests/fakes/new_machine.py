@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.cli import ROOT
+from tests.support.cli import HAS_XLA, ROOT, WARM_PYTHON, WARM_XLA, warm_python
 from tests.support.documented_commands import Command
 from tests.support.launching import script
 
@@ -30,7 +30,9 @@ class Machine:
             path.mkdir()
         shutil.copytree(ROOT, self.project, ignore=LEFT_OUT)
         self._link_installed_packages()
+        self._warm_python()
         self.variables = {
+            "WARM_PYTHON": warm_python(*(WARM_XLA if HAS_XLA else ())),
             "HOME": str(self.home),
             "LANG": "C.UTF-8",
             "CUDA_VISIBLE_DEVICES": "",
@@ -49,6 +51,16 @@ class Machine:
             (own / path.name).symlink_to(path)
         (own / "installed").unlink(missing_ok=True)
         (own / "installed").touch()
+
+    def _warm_python(self) -> None:
+        """Of the project's programs that need PyTorch, to import it once is enough."""
+        self.stand_in(
+            "python3",
+            'case "$*" in run_vit_training.py\\ * | -m\\ tools.* | -m\\ data.* | -m\\ torch*)',
+            f'  exec {sys.executable} {ROOT / WARM_PYTHON} "$@" ;;',
+            "esac",
+            f'exec {self.project}/.venv/bin/python3 "$@"',
+        )
 
     def stand_in(self, name: str, *lines: str) -> None:
         """A program of this name, found before the real one."""

@@ -72,12 +72,13 @@ WARM_MODULES = (
     "torch.distributed.run torch.distributed.fsdp torch.distributed.checkpoint "
     "matplotlib.pyplot matplotlib.backends.backend_agg fsspec safetensors.torch simplejpeg "
     "PIL.PngImagePlugin torch.utils.flop_counter run_vit_training training.prepare "
-    "data.image_folder training.objectives.classify torch_fsdp.launch_torch "
+    "data.classes data.image_folder training.objectives.classify torch_fsdp.launch_torch "
     "torch_fsdp.torch_backend torch_fsdp.fsdp2 gpu_fsdp.resolve_gpu"
 ).split()
 WARM_XLA = (
     "torch_xla torch_xla.distributed.fsdp torch_xla.utils.checkpoint xla_fsdp.launch_xla "
-    "xla_fsdp.xla_backend xla_fsdp.parallelize xla_fsdp.spmd xla_fsdp.profiler"
+    "xla_fsdp.xla_backend xla_fsdp.parallelize xla_fsdp.spmd xla_fsdp.profiler "
+    "xla_fsdp.resolve_xla xla_fsdp.estimates training.step_sizes"
 ).split()
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
 """False in the environment of PyTorch's newest version, for which there is no torch_xla."""

@@ -10,6 +10,7 @@ process PID has ended.
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -29,42 +30,50 @@ MESSAGE_BYTES = 1 << 20
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 READ_HF_VARIABLES = ("huggingface_hub", "datasets", "timm")
 """Packages that read these when they are imported, or import one that does."""
+TAKEN_DOWN = ("torch.distributed", "__main__", "builtins", "sys")
+"""Beginnings of the names of modules that end as ever, besides the project's."""
 
 
 def serve(listener: socket.socket, parent: int) -> tuple[dict, list[int]]:
-    """Fork a process a job; returns in that process, with the job and its standard files."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
+    """Fork a process a job; returns in that process, with the job and its standard files.
+
+    Who asks for a program is sent its process, then its exit code; the program is ended if the one
+    who asked has gone.
+    """
+    running: dict[int, tuple[int, socket.socket]] = {}
+    """By the file of each process: its number, and who has asked for it."""
+    asking: dict[socket.socket, int] = {}
     while True:
-        while not select.select([listener], [], [], 1)[0]:
-            if not os.path.exists(f"/proc/{parent}"):
-                os._exit(0)
-        connection, _ = listener.accept()
-        message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            child = os.fork()
-            if child == 0:
-                os.setsid()
+        ready, _, _ = select.select([listener, *running, *asking], [], [], 1)
+        if not running and not os.path.exists(f"/proc/{parent}"):
+            os._exit(0)
+        for each in ready:
+            if each is listener:
+                connection, _ = listener.accept()
+                message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+                child = os.fork()
+                if child == 0:
+                    os.setsid()
+                    for held in (listener, connection, *asking):
+                        held.close()
+                    for file in running:
+                        os.close(file)
+                    return json.loads(message), files
+                for file in files:
+                    os.close(file)
+                connection.send(str(child).encode())
+                running[os.pidfd_open(child)] = child, connection
+                asking[connection] = child
+            elif each in running:
+                child, connection = running.pop(each)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                if asking.pop(connection, None):
+                    with contextlib.suppress(OSError):  # it has gone just now
+                        connection.send(str(code).encode())
                 connection.close()
-                return json.loads(message), files
-            watch(child, connection)
-        connection.close()
-        for file in files:
-            os.close(file)
-
-
-def watch(child: int, connection: socket.socket) -> None:
-    """Tell the exit code; end the child if the one who asked has gone."""
-    connection.send(str(child).encode())
-    ended = os.pidfd_open(child)
-    ready, _, _ = select.select([ended, connection], [], [])
-    if ended not in ready:
-        os.killpg(child, signal.SIGTERM)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended in ready:
-        connection.send(str(code).encode())
-    os._exit(0)
+                os.close(each)
+            elif each in asking:
+                os.killpg(asking.pop(each), signal.SIGTERM)
 
 
 # -- what takes as long as a tiny training, of each of hundreds of runs ----------------------------
@@ -100,7 +109,30 @@ def name_frames_alone() -> None:
     inspect.stack = stack
 
 
-def leave_imports_as_they_are(imported: dict[str, types.ModuleType]) -> None:
+class LastObject:
+    """Ends the process when Python, at its end, has taken down modules and what they hold.
+
+    What is left is to release each interned string: 70 MB to be copied by a process that was
+    forked, a tenth of a second of a core.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        """None, where Python is to find out itself how it ends."""
+        python = ctypes.pythonapi
+        python.PyInterpreterState_Get.restype = ctypes.c_void_p
+        python.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
+        python.PyInterpreterState_GetDict.restype = ctypes.py_object
+        taken_down_last = python.PyInterpreterState_GetDict(python.PyInterpreterState_Get())
+        python.Py_IncRef(ctypes.py_object(taken_down_last))  # as it is borrowed
+        taken_down_last["last"] = self
+
+    def __del__(self, end=os._exit) -> None:
+        if self.code is not None:
+            end(self.code)
+
+
+def leave_imports_as_they_are(imported: dict[str, types.ModuleType], last: LastObject) -> None:
     """To take down what the server has imported takes half a second of a core.
 
     Called as the last exit function. Python's end is as ever for threads, exit functions, objects,
@@ -111,6 +143,11 @@ def leave_imports_as_they_are(imported: dict[str, types.ModuleType]) -> None:
     for name in imported:
         sys.modules.pop(name, None)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(imported))
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        last.code = None
     c = ctypes.CDLL(None)
     c.fflush(None)
     c.on_exit(ctypes.cast(c._exit, ctypes.c_void_p), None)
@@ -126,10 +163,10 @@ def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
     faulthandler.enable()
     os.chdir(job["cwd"])
     asks_hub = any(name.startswith("HF_") for name in job["env"])
-    for name, module in [*sys.modules.items()]:
+    for name in [*sys.modules] if asks_hub or job["cwd"] != ROOT else []:
         reads_variables = asks_hub and name.partition(".")[0] in READ_HF_VARIABLES
         # Those of a copy of the project may be others, and hold what is imported anew.
-        if reads_variables or ((asks_hub or job["cwd"] != ROOT) and is_ours(module)):
+        if reads_variables or is_ours(sys.modules[name]):
             del sys.modules[name]
     os.environ.clear()
     os.environ.update(job["env"] | set_by_imports)
@@ -160,13 +197,16 @@ def is_ours(module: types.ModuleType) -> bool:
 def main(path: str, parent: str, *modules: str) -> int:
     before, sys.path[0] = dict(os.environ), ROOT
     of_others: dict[str, types.ModuleType] = {}
-    atexit.register(leave_imports_as_they_are, of_others)  # first, so that it is called last
+    last = LastObject()
+    atexit.register(leave_imports_as_they_are, of_others, last)  # first, so that it is called last
     for module in modules:
         __import__(module)
+    from PIL import Image
+
+    Image.init()  # its 47 modules, which a program would import with its first list of images
     set_by_imports = {k: v for k, v in os.environ.items() if before.get(k) != v}
     for name, module in sys.modules.items():
-        file = getattr(module, "__file__", None) or ""
-        if "site-packages" in file and not name.startswith("torch.distributed"):
+        if not (is_ours(module) or name.startswith(TAKEN_DOWN)):
             of_others[name] = module
     for finalizer in weakref.finalize._registry.values():
         finalizer.atexit = False  # of PyTorch's libraries of operators
@@ -176,7 +216,13 @@ def main(path: str, parent: str, *modules: str) -> int:
         listener.bind(path)
         listener.listen(64)
         job, files = serve(listener, int(parent))
-    run(job, files, set_by_imports)
+    try:
+        run(job, files, set_by_imports)
+        last.code = 0
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            last.code = (stop.code or 0) & 0xFF
+        raise
     return 0
 
 

@@ -56,9 +56,9 @@ def test_launchers_need_no_packages(path, tmp_path):
 
 
 def test_from_any_folder_with_packages(tmp_path):
-    code, said = run(tmp_path, [], "data/pack.py", "missing", "target")
+    code, said = run(tmp_path, [], "tools/goodput.py", "missing")
     (line,) = said.splitlines()
-    assert (code, line.partition(": ")[0]) == (2, "data.pack"), line
+    assert (code, line.partition(": ")[0]) == (2, "tools.goodput"), line
     assert "missing" in line
 
 

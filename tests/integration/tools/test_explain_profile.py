@@ -1,16 +1,14 @@
 """--profile on XLA and tools.explain_profile: of a real run, and of a TPU's trace made by hand."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.cli import ROOT, train_tiny
+from tests.support.cli import train_tiny
 from tests.support.curves import assert_same_curves
 from tests.support.marks import long
 from tools.compile_only.hlo import parse_module
-from tools.explain_profile import measure
+from tools.explain_profile import main, measure
 from tools.xspace import Space, _messages
 from xla_fsdp import jax_private
 from xla_fsdp.scopes import scope_in
@@ -22,9 +20,13 @@ def traces(run):
     return sorted((run.ckpt_dir / "profile").glob("plugins/profile/step_2/*_0.xplane.pb"))
 
 
-def explained(*words):
-    command = [sys.executable, "-m", "tools.explain_profile", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def explained(capsys, *words):
+    """Exit code, stdout and stderr of tools.explain_profile in this process.
+
+    tests/integration/test_documented_commands.py types its command.
+    """
+    code = main(list(map(str, words)))
+    return code, *capsys.readouterr()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_the_profile_changes_no_loss(flags, tmp_path):
     assert measure(traces(profiled)).by_module.keys() >= PRODUCTS
 
 
-def test_measured_beside_expected(profiled, tmp_path):
+def test_measured_beside_expected(profiled, tmp_path, capsys):
     expected = {
         "expected_step_s": 0.25,
         "topology": "v5e:2x2",
@@ -81,9 +83,9 @@ def test_measured_beside_expected(profiled, tmp_path):
     }
     file = tmp_path / "expected.json"
     file.write_text(json.dumps(expected))
-    result = explained(profiled.ckpt_dir, "--expect", file)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    code, stdout, stderr = explained(capsys, profiled.ckpt_dir, "--expect", file)
+    assert code == 0, stderr
+    lines = stdout.splitlines()
     assert lines[0].endswith("ms a step on each device; 2 step(s), 2 device(s)")
     assert lines[1] == "expected: 250 ms a step, v5e:2x2"
     assert lines[2].startswith("note: measured on a CPU")
@@ -99,9 +101,9 @@ def test_measured_beside_expected(profiled, tmp_path):
     assert rows["elsewhere"][1:3] == ["0.000", "0.0"]
     assert "StepLog" in rows
     file.write_text(json.dumps(expected | {"batch_size": 32}))
-    result = explained(profiled.ckpt_dir, "--expect", file)
-    assert result.returncode == 2
-    assert "is for another run: batch_size is 32 there, 16 here\n" in result.stderr
+    code, _, stderr = explained(capsys, profiled.ckpt_dir, "--expect", file)
+    assert code == 2
+    assert "is for another run: batch_size is 32 there, 16 here\n" in stderr
 
 
 @pytest.mark.parametrize(
@@ -112,10 +114,10 @@ def test_measured_beside_expected(profiled, tmp_path):
         (["{run}", "--expect", "{run}/none.json"], "none.json cannot be read: No such file"),
     ],
 )
-def test_a_mistake_is_one_line(profiled, words, message):
-    result = explained(*(word.format(run=profiled.ckpt_dir) for word in words))
-    assert (result.returncode, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
+def test_a_mistake_is_one_line(profiled, words, message, capsys):
+    code, stdout, stderr = explained(capsys, *(w.format(run=profiled.ckpt_dir) for w in words))
+    assert (code, stdout) == (2, "")
+    (line,) = stderr.splitlines()
     assert message in line
 
 

@@ -2,8 +2,6 @@
 
 import collections
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pandas
@@ -18,6 +16,7 @@ from data.image_table import read_table
 from data.open import open_data
 from data.table_split import choose_validation
 from features.table_split import split_rows, store_split
+from tests.support.cli import run_program
 from tests.support.loading import CONFIG, arguments, check_same_epochs, wanted
 
 pytestmark = pytest.mark.fast
@@ -417,8 +416,7 @@ def test_pack_takes_the_same_table(digits, tmp_path):
     file, shards = tmp_path / "labels.csv", tmp_path / "shards"
     file.write_text("\n".join(["image,kind", *lines]))
     flags = ["--columns", "image", "kind", "--split_seed", "4", "--val_fraction", "0.3"]
-    program = [sys.executable, "-m", "data.pack", digits, shards, "--labels", file, *flags]
-    packed = subprocess.run([*map(str, program)], capture_output=True, text=True, check=False)
+    packed = run_program("-m", "data.pack", str(digits), str(shards), "--labels", str(file), *flags)
     assert packed.returncode == 0, packed.stderr
     in_shards = open_data(wanted(arguments(shards, data_source="webdataset", batch_size=20)))
     table = {"labels": str(file), "columns": ["image", "kind"]}
@@ -431,12 +429,7 @@ def test_pack_takes_the_same_table(digits, tmp_path):
             for source in (in_shards, in_table)
         )
         check_same_epochs(ours, theirs)
-    without = subprocess.run(
-        [sys.executable, "-m", "data.pack", str(digits), str(tmp_path / "x"), *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    without = run_program("-m", "data.pack", str(digits), str(tmp_path / "x"), *flags)
     assert (without.returncode, (tmp_path / "x").exists()) == (2, False)
     assert "the flags of a table require --labels" in without.stderr
 
