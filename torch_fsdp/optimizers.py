@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch_fsdp.domain import all_to_all
 from training.checkpoints.state import ShardedTensor
 from training.config import RunConfig
-from training.elementwise import ElementwiseOptimizer, elementwise
+from training.optimizer_rules import ElementwiseOptimizer, allocate_state, elementwise
 from training.optimizers import (
     MOMENTUM,
     Update,
     Updates,
-    allocate_state,
     key_of,
     lr_factor,
     ns_dtype,

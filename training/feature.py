@@ -90,7 +90,7 @@ class Feature:
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
     optimizers: ClassVar[Mapping[str, str]] = {}
     """Optimizers that it adds to the choices of ``--optimizer``: the subclass of ``Elementwise``
-    (``training/elementwise.py``) of each, as "package.module:Class", imported on use."""
+    (``training/optimizer_rules.py``) of each, as "package.module:Class", imported on use."""
     families: ClassVar[Mapping[str, str]] = {}
     """Model families that it adds to ``--model``: the module of each, with ``names`` and
     ``open_model`` as ``models/hybrid_vit.py`` has them, by the prefix of its models' names."""

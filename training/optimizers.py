@@ -19,7 +19,6 @@ from timm.optim.muon import DEFAULT_NS_STEPS, get_lr_scale, zeropower_via_newton
 from torch import Tensor
 
 from models.timm_private import MUON_COEFFICIENTS, is_suitable_for_muon
-from training.elementwise import elementwise
 from training.feature_table import added_parameters
 
 if TYPE_CHECKING:
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
 #
 # By its name and shape in the plain model, as timm's ``param_groups_layer_decay``,
 # ``param_groups_weight_decay`` and ``Muon`` decide it.
-
-_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-
-
-def moments_of(rule: str) -> tuple[str, ...]:
-    """Return the names of the state tensors of a rule that have the shape of the parameter, as in
-    PyTorch's and timm's optimizers and in checkpoints."""
-    added = elementwise(rule)
-    return added.moments if added else _MOMENTS[rule]
 
 
 @dataclass(frozen=True)
@@ -95,22 +85,6 @@ def all_by_adamw(model: ModelSpec, weight_decay: float) -> Updates:
     """Return AdamW with the same settings for every parameter of a model that is trained."""
     names = (name for name, _ in model.meta.named_parameters() if name not in model.frozen)
     return {name: Update("adamw", weight_decay) for name in names}
-
-
-def allocate_state(
-    optimizer: torch.optim.Optimizer,
-    zeros_like: Callable[[Tensor], Tensor],
-    scalar: Callable[[Tensor], Tensor],
-) -> None:
-    """Allocate zeros as the state of each parameter of an optimizer, according to the "rule" of its
-    group. ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
-    for group in optimizer.param_groups:
-        rule, added = group["rule"], elementwise(group["rule"])
-        counts = added.counts_steps if added else rule == "adamw"
-        for parameter in group["params"]:
-            counter = {"step": scalar(parameter)} if counts else {}
-            moments = {name: zeros_like(parameter) for name in moments_of(rule)}
-            optimizer.state[parameter] = counter | moments
 
 
 def undecayed(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from models.spec import ModelSpec
 from training.config import RunConfig
-from training.optimizers import moments_of
+from training.optimizer_rules import moments_of
 
 
 @dataclass(frozen=True)

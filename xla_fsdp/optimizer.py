@@ -12,8 +12,8 @@ import torch_xla.core.xla_builder as xb
 from torch import nn
 
 from models.positions import Constant
-from training.elementwise import ElementwiseOptimizer, elementwise
-from training.optimizers import MOMENTUM, Update, WeightAverage, allocate_state, round_moments
+from training.optimizer_rules import ElementwiseOptimizer, allocate_state, elementwise
+from training.optimizers import MOMENTUM, Update, WeightAverage, round_moments
 from xla_fsdp.torch_xla_private import call_computation
 
 _SMALLEST_LR = 1e-30

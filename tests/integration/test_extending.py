@@ -21,7 +21,7 @@ def examples(page):
 (EXAMPLE,) = examples("extending.md")
 PAIRS, NORMED, NESTEROV = examples("extending_data_and_models.md")
 ADAMW = """
-from training.elementwise import Elementwise
+from training.optimizer_rules import Elementwise
 from training.feature import Feature
 
 

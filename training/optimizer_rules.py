@@ -1,11 +1,12 @@
-"""Optimizers that update each entry of a parameter by its own gradient and state: Lion, and those
-of extensions. So backends update their shards of the parameters and exchange nothing.
+"""The rules by which parameters are updated (``--optimizer``), as backends need them: the state of
+each, and those that update each entry of a parameter by its own gradient and state, Lion and the
+optimizers of extensions. By these, backends update their shards and exchange nothing.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -113,3 +114,29 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         assert parameter.grad is not None
         settings = {name: group[name] for name in ("lr", "weight_decay", "betas", "eps")}
         self._rule.update(values, parameter.grad, state, **settings)
+
+
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+
+
+def moments_of(rule: str) -> tuple[str, ...]:
+    """Return the names of the state tensors of a rule that have the shape of the parameter, as in
+    PyTorch's and timm's optimizers and in checkpoints."""
+    added = elementwise(rule)
+    return added.moments if added else _MOMENTS[rule]
+
+
+def allocate_state(
+    optimizer: torch.optim.Optimizer,
+    zeros_like: Callable[[Tensor], Tensor],
+    scalar: Callable[[Tensor], Tensor],
+) -> None:
+    """Allocate zeros as the state of each parameter of an optimizer, according to the "rule" of its
+    group. ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
+    for group in optimizer.param_groups:
+        rule, added = group["rule"], elementwise(group["rule"])
+        counts = added.counts_steps if added else rule == "adamw"
+        for parameter in group["params"]:
+            counter = {"step": scalar(parameter)} if counts else {}
+            moments = {name: zeros_like(parameter) for name in moments_of(rule)}
+            optimizer.state[parameter] = counter | moments
