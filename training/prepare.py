@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from data.batch import SampleIndex
 from training.backend import Backend
 from training.checkpoints.choose import Start, choose_start
 from training.checkpoints.compatible import check, check_unnamed_classes
@@ -11,6 +12,7 @@ from training.checkpoints.local_tier import LocalTier
 from training.checkpoints.per_host import HostFolders
 from training.config import RunConfig
 from training.data import open_images
+from training.errors import data_errors_as_usage_errors
 from training.flags import with_values
 from training.logs.events import StartParts
 from training.logs.reports import Reports, read_expectation
@@ -59,6 +61,10 @@ def prepare_training(
     config, checkpoints, expected_s = run.config, run.config.checkpoints, read_expectation(run)
     data = open_images(run)
     run = run.with_data(intensity=data.intensity)  # with what the images decide
+    if config.extension:  # are samples as its view declares them?
+        with data_errors_as_usage_errors():
+            for split in filter(len, data.splits.values()):
+                split[SampleIndex(epoch=0, index=0)]
     progress = check(start, run, data)
     initial = None
     if weights:

@@ -109,7 +109,7 @@ def train(prepared: Prepared, run: Run, backend: Backend) -> None:
     # ``enter_folder`` locks it.
     with FolderLock(run.ckpt_dir, inside=run.log_dir, shared=shared) as lock:
         # -- agree on what all processes start from, and where in the data
-        notes, hosts = list[str](), None
+        notes, hosts = [f"extension: {name}" for name in config.extension or ()], None
         if prepared.open_hosts:
             exchange.check_alike(run, data, hint_for_hosts(planned))
             hosts = prepared.open_hosts(run.ckpt_dir, shared=shared)

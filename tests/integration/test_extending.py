@@ -128,7 +128,9 @@ def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path
     losses = whole.column("loss")
     assert len(set(losses)) > 3
     recorded = json.loads((tmp_path / "whole" / "run.json").read_text())
-    assert re.search(r"rotation\.py@sha256:[0-9a-f]{16}$", recorded["arguments"]["extension"][0])
+    (name,) = recorded["arguments"]["extension"]
+    assert re.search(r"rotation\.py@sha256:[0-9a-f]{16}$", name)
+    assert f"extension: {name}\n" in whole.stdout
     train_tiny_gpu(tmp_path / "parts", *flags, "--max_steps", "3")
     parts = train_tiny_gpu(tmp_path / "parts", *flags, processes=2)
     assert parts.column("loss") == pytest.approx(losses, rel=1e-5)
@@ -227,6 +229,7 @@ def test_samples_that_are_not_as_declared(given, instead, told, pairs, tmp_path)
     done = run_program("run_vit_training.py", *words)
     assert done.returncode == 2
     assert told in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
