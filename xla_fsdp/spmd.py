@@ -182,8 +182,9 @@ class SpmdBackend(XlaBackend):
 
     def _packed_parts(self, name: str) -> int:
         """Return the number of parts of a packed parameter; 0 for one as in the plain model."""
-        blocks, _, rest = name.partition(".")
-        return self._layout.packed.get(rest.partition(".")[2], 0) if blocks == "blocks" else 0
+        stack, _, rest = name.partition(".")  # of blocks that are a loop, or not
+        in_stack = stack in self._run.model.stacks
+        return self._layout.packed.get(rest.partition(".")[2], 0) if in_stack else 0
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         indices = local_shard_indices(tensor)[0]

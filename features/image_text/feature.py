@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
+_NO_DECAY = ("norms", "biases", "embeddings")
+"""As both papers' codes have it; above all, scale and bias are not drawn to zero."""
 _ONE_SIZE = "images of a batch are compared, and so have one size"
 
 
@@ -33,12 +35,10 @@ class ImageText(Feature):
         }
     }
     excludes = {
-        "--mesh_domain": "devices cannot share the tokens of a text",
         "--buckets": _ONE_SIZE,
         "--image_size_schedule": _ONE_SIZE,
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",
-        "--predict": "the model has no classes",
     }
     loss_label = "contrastive loss"
     saved_with_weights = True
@@ -53,7 +53,7 @@ class ImageText(Feature):
         from training.resolve import with_defaults
 
         name = config.objective.objective
-        config = with_defaults(config, DEFAULTS[name])
+        config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
         model = config.of(ImageTextConfig).text_model
         assert model is not None
         config = with_defaults(config, TEXT_MODELS[model])

@@ -118,6 +118,8 @@ class _Chunks:
 
     def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> None:
         """Add what follows from the gradient of a chunk's logits."""
+        if chunk.absent is not None:
+            gradient = gradient.masked_fill(chunk.absent, 0.0)
         self._of_scaled = self._of_scaled + gradient @ chunk.texts
         self._of_bias = self._of_bias + gradient.sum(1)
         of_texts = (gradient.T @ self._scaled).unflatten(0, (self.replicas, -1))

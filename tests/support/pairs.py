@@ -2,6 +2,7 @@
 the numbers of tokens that name it."""
 
 import colorsys
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,5 +50,5 @@ def open_colors(request):
 class ColorSource(Feature):
     """``--data_source colors``."""
 
-    choices = {"data_source": {"colors": "colors and their names"}}
-    sources = {"colors": open_colors}
+    choices: ClassVar = {"data_source": {"colors": "colors and their names"}}
+    sources: ClassVar = {"colors": open_colors}
