@@ -22,8 +22,8 @@ _CHUNK_BYTES = 24 * 2**20
 """About what a device holds of a chunk: its logits and their gradients, its texts and theirs."""
 _FP32 = 4
 _ABSENT = -1e9
-"""The logit of a pair that does not exist: exp(_ABSENT) is 0. Not infinite, as the difference of two
-infinite numbers is not a number."""
+"""The logit of a pair that does not exist: exp(_ABSENT) is 0. Not infinite, as the difference of
+two infinite numbers is not a number."""
 
 
 class Pairs(NamedTuple):
