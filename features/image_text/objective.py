@@ -124,11 +124,8 @@ class ImageTextPairs(Objective):
     def parts(self) -> dict[str, torch.Tensor]:
         mean = sum(self._parts[1:], start=self._parts[0]) / len(self._parts)
         scale, bias = self._backend.mean(mean).unbind()
-        return (
-            {"logit_scale": scale, "logit_bias": bias}
-            if self._kind == "siglip"
-            else {"logit_scale": scale}
-        )
+        found = {"logit_scale": scale, "logit_bias": bias}
+        return found if self._kind == "siglip" else {"logit_scale": scale}
 
     def measure(self, images: int = 0) -> Measure:
         return BatchLoss(self)
