@@ -233,6 +233,14 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "img_size": "--image_size 8 16 16",
         "in_chans": "--in_chans 1",
     }
+    pairs = {
+        "data_source": "--fake_data",
+        "text_depth": "--text_depth 1",
+        "text_width": "--text_width 16",
+        "text_heads": "--text_heads 2",
+        "text_length": "--text_length 6",
+        "text_vocab_size": "--text_vocab_size 40",
+    }
     by_value: dict[str, dict[str, str]] = {
         "--data_source webdataset": {"data_dir": f"--data_dir {folder}/shards"},
         "--data_source parquet": {"data_dir": f"--data_dir {folder}/tables/parquet"},
@@ -261,17 +269,8 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
         },
-        **dict.fromkeys(
-            ("--objective siglip", "--objective clip"),
-            {
-                "data_source": "--fake_data",
-                "text_depth": "--text_depth 1",
-                "text_width": "--text_width 16",
-                "text_heads": "--text_heads 2",
-                "text_length": "--text_length 6",
-                "text_vocab_size": "--text_vocab_size 40",
-            },
-        ),
+        "--objective siglip": pairs,
+        "--objective clip": pairs,
         "--multi_label": {
             "labels": f"--labels {folder}/images.csv",
             "bce_loss": "--bce_loss",
