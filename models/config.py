@@ -269,7 +269,6 @@ class ModelConfig:
         "patch_drop_rate",
         "fraction of patches dropped in training",
         kind=rate,
-        requires=("objective=classify",),
     )
     proj_drop_rate: float | None = _timm_flag(
         "proj_drop_rate",
@@ -299,7 +298,6 @@ class ModelConfig:
         "weight_init",
         "timm's weight initialization scheme: '', jax, jax_nlhb, moco or reset; hybrid_vit: '' or "
         "reset, as PhysicsNeMo's tutorial: PyTorch's own, and positions of zero",
-        requires=("objective=classify",),
     )
 
     def overrides(self) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """The parts that both forms of FSDP share: steps, transfers, reports, checkpoints."""
 
 import abc
+import functools
 import itertools
 import math
 import os
@@ -48,6 +49,7 @@ class TorchBackend(abc.ABC):
     _sharded_alike: list[tuple[Collection[str], list[dist.ProcessGroup]]]
     """The names of all parameters in groups, each with the processes that shard it."""
     shards: tuple[int, ...]
+    replicas_here = 1
     _form: str
     """The form of FSDP, for the line that describes a run."""
 
@@ -281,6 +283,27 @@ class TorchBackend(abc.ABC):
         total = value.clone()
         dist.all_reduce(total)
         return total / self._run.mesh.devices_a_part  # devices of a part have added the same value
+
+    @functools.cached_property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """One process of each replica, this one among them; None: all processes."""
+        mesh = self._run.mesh
+        if mesh.devices_a_part == 1:
+            return None
+        ranks = torch.arange(mesh.devices).view(-1, mesh.devices_a_part).T.tolist()
+        with silence_gloo():
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
+        return group
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        gathered = values.new_empty(self.batch_shards, *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.detach().contiguous(), self._replicas)
+        return gathered
+
+    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+        total = values.new_empty(1, *values.shape[1:])
+        dist.reduce_scatter_tensor(total, values.detach().contiguous(), group=self._replicas)
+        return total
 
     def end_step(self) -> None:  # noqa: B027
         """Do nothing: eager devices run each operation when it is called."""

@@ -186,11 +186,23 @@ class Backend(Protocol):
 
     # Values and waiting.
 
+    replicas_here: int
+    """The number of replicas whose samples this process's tensors have: one, or all of them where
+    tensors are global."""
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all replicas of a per-replica mean."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all replicas of a per-replica sum."""
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all replicas, (replicas, ...), given those of the replicas here,
+        (replicas_here, ...). No gradient passes through it."""
+
+    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """Return sums over all replicas, those of the replicas here, (replicas_here, ...), given
+        each replica's part of the sums of all, (replicas, ...). No gradient passes through it."""
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         """Start reading the values of small tensors, without blocking the device or this thread."""

@@ -481,7 +481,6 @@ class ShardingConfig:
         "over (tensor parallelism); must divide both; XLA with SPMD only; not supported by all "
         "models (see --list_models)",
         kind=positive,
-        requires=CLASSIFIES,
         incompatible_with=("run_without_fsdp",),
     )
 

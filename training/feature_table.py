@@ -16,6 +16,7 @@ Flags = TypeVar("Flags")
 FEATURES = (
     "features.native_resolution.feature:NativeResolution",
     "features.mae.feature:Mae",
+    "features.image_text.feature:ImageText",
     "features.dino.feature:Dino",
     "features.dino.feature:CropSizes",
     "features.dino.feature:GramTeacher",

@@ -170,7 +170,7 @@ FSDP_TUTORIAL = {
 
 _ALL_DEVICES = "times the devices: it is global"
 _BY_TORCHRUN = Meaning(note="launch/torchrun.sh sets it")
-_NO_TEXT = Meaning(note="models are trained on images alone, without text")
+_EXACT_LOSS = Meaning(note="--objective clip and siglip have the loss of all pairs, not gathered")
 
 TIMM = {
     # data
@@ -247,12 +247,11 @@ OPEN_CLIP = {
     "--save-most-recent": Meaning(note="--resume auto continues from the newest checkpoint"),
     "--report-to": Meaning("--wandb PROJECT", "TensorBoard is always written"),
     "--wandb-project-name": Meaning("--wandb {}"),
-    "--lock-image": Meaning(note="of classifiers: --linear_probe"),
     "--ddp-static-graph": Meaning(note="there is no DDP: FSDP, or --run_without_fsdp"),
-    "--local-loss": _NO_TEXT,
-    "--gather-with-grad": _NO_TEXT,
-    "--siglip": _NO_TEXT,
-    "--coca-caption-loss-weight": _NO_TEXT,
+    "--local-loss": _EXACT_LOSS,
+    "--gather-with-grad": _EXACT_LOSS,
+    "--siglip": Meaning("--objective siglip"),
+    "--coca-caption-loss-weight": Meaning(note="no model writes captions"),
 }
 """open_clip's training."""
 

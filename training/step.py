@@ -86,6 +86,7 @@ def forward_backward(
 ) -> torch.Tensor:
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
     count, losses = len(micro_batches), []
+    objective.before_micro_batches(model, micro_batches, step * count)
     for index, batch in enumerate(micro_batches):
         backend.begin_micro_batch(step * count + index)
         loss = objective.loss(model, batch, step * count + index) / count

@@ -21,6 +21,8 @@ from xla_fsdp.xla_backend import XlaBackend
 
 
 class NestedBackend(XlaBackend):
+    replicas_here = 1
+
     def __init__(self, run: XlaRun) -> None:
         super().__init__(run)
         self.batch_shard, self.batch_shards = xr.global_ordinal(), xr.world_size()
@@ -68,6 +70,19 @@ class NestedBackend(XlaBackend):
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return xm.all_reduce(xm.REDUCE_SUM, value)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return xm.all_gather(values.detach(), dim=0, pin_layout=False)
+
+    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+        return xm.reduce_scatter(
+            xm.REDUCE_SUM,
+            values.detach(),
+            scale=1.0,
+            scatter_dim=0,
+            shard_count=self.batch_shards,
+            pin_layout=False,
+        )
 
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self._fsdp:

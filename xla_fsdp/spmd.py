@@ -38,6 +38,7 @@ class SpmdBackend(XlaBackend):
         local, order = self._layout.local_devices, self._layout.device_order
         places = (place for place, number in enumerate(order) if number in local)
         self.shards = tuple(sorted({place % replica for place in places}))
+        self.replicas_here = self._mesh.batch_shards
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # If no devices share images, torch_xla divides a host's images among its devices.
@@ -97,6 +98,13 @@ class SpmdBackend(XlaBackend):
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return self._mark_replicated(value)  # already global; replicated, every host can read it
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        shards = self._layout.mark_images(values.detach() * 1)
+        return self._mark_replicated(shards * 1)
+
+    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+        return self._layout.mark_images(values.detach() * 1)
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
         mark = self._layout.mark_images  # each device gets whole images
@@ -174,8 +182,9 @@ class SpmdBackend(XlaBackend):
 
     def _packed_parts(self, name: str) -> int:
         """Return the number of parts of a packed parameter; 0 for one as in the plain model."""
-        blocks, _, rest = name.partition(".")
-        return self._layout.packed.get(rest.partition(".")[2], 0) if blocks == "blocks" else 0
+        stack, _, rest = name.partition(".")  # of blocks that are a loop, or not
+        in_stack = stack in self._run.model.stacks
+        return self._layout.packed.get(rest.partition(".")[2], 0) if in_stack else 0
 
     def _local_bytes(self, tensor: torch.Tensor) -> int:
         indices = local_shard_indices(tensor)[0]

@@ -78,8 +78,9 @@ class XlaBackend(Backend):
         self._has_teacher = run.config.objective.has_teacher
         self._decay_changes = run.config.schedule.weight_decay_end is not None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
-        self._synced_s = self._passes_s = 0.0
-        """Seconds in ``torch_xla.sync`` in total; seconds in the passes of the current step."""
+        self._synced_s = self._passes_s = self._pass_began_s = 0.0
+        """Seconds in ``torch_xla.sync`` in total; seconds in the passes of the current step; when
+        the current pass began, in seconds without those."""
         self._own_seconds: deque[float] = deque(maxlen=64)  # bounded: it may never be read
         self._names: Names | None = None
         """What names the operations of a step by modules, if something reads the names."""
@@ -230,7 +231,8 @@ class XlaBackend(Backend):
         xm.set_rng_state(
             micro_batch_seed(self._run.config.seed, micro_batch_index, self._rng_stream)
         )
-        self._passes_s -= time.perf_counter() - self._synced_s
+        self._pass_began_s = time.perf_counter() - self._synced_s
+        self._in_loss.close()  # of a pass without a backward pass
         if self._names:
             self._in_loss.enter_context(self._names.inside(LOSS, "forward"))
 
@@ -241,7 +243,7 @@ class XlaBackend(Backend):
             self._names.name_backward(loss, LOSS)
         loss.backward()
         self._in_loss.close()
-        self._passes_s += time.perf_counter() - self._synced_s
+        self._passes_s += time.perf_counter() - self._synced_s - self._pass_began_s
         # One graph for all passes would hold the activations of all passes. All passes use the same
         # graph: the first one also adds to gradients, and the update is in another graph.
         if self._run.config.data.grad_accum_steps > 1:

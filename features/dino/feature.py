@@ -30,6 +30,11 @@ class Dino(Feature):
 
     flags = DinoConfig
     turned_on_by = ("--objective dino",)
+    excludes = {
+        "--mesh_tensor": "",
+        "--patch_drop_rate": "masked and dropped patches would differ",
+        "--weight_init": "the heads have their own",
+    }
     ignores = ("--vflip", "--aa", "--color_jitter", "--reprob")  # crops have their own distortions
     choices = {"objective": {"dino": "self-distillation (docs/pretraining.md)"}}
     objective = "features.dino.objective:SelfDistillation"

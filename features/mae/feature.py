@@ -22,6 +22,11 @@ class Mae(Feature):
     flags = MaeConfig
     objective = "features.mae.objective:Reconstruction"
     turned_on_by = ("--objective mae",)
+    excludes = {
+        "--mesh_tensor": "",
+        "--patch_drop_rate": "--mask_ratio of the patches are hidden",
+        "--weight_init": "the paper has its own",
+    }
     choices = {"objective": {"mae": "masked autoencoding"}}
     loss_label = "squared error"
     saved_with_weights = True

@@ -75,6 +75,16 @@ VALUES: dict[str, tuple[str, ...]] = {
     "decoder_depth": ("1", "2"),
     "decoder_embed_dim": ("16", "32"),
     "decoder_num_heads": ("1", "2"),
+    "text_depth": ("1", "2"),
+    "text_width": ("16", "32"),
+    "text_heads": ("1", "2"),
+    "text_mlp_ratio": ("2", "3.7"),
+    "text_length": ("1", "6"),
+    "text_vocab_size": ("2", "40"),
+    "text_norm_eps": ("1e-6",),
+    "projection_dim": ("8", "32"),
+    "logit_scale_init": ("1", "20"),
+    "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
     "local_crop_size": ("8", "12"),
     "crop_sizes": ("16x8", "16x8 24x12"),
@@ -224,6 +234,14 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "img_size": "--image_size 8 16 16",
         "in_chans": "--in_chans 1",
     }
+    pairs = {
+        "data_source": "--fake_data",
+        "text_depth": "--text_depth 1",
+        "text_width": "--text_width 16",
+        "text_heads": "--text_heads 2",
+        "text_length": "--text_length 6",
+        "text_vocab_size": "--text_vocab_size 40",
+    }
     by_value: dict[str, dict[str, str]] = {
         "--data_source webdataset": {"data_dir": f"--data_dir {folder}/shards"},
         "--data_source parquet": {"data_dir": f"--data_dir {folder}/tables/parquet"},
@@ -252,6 +270,8 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
             "dino_prototypes": "--dino_prototypes 32",
             "ibot_prototypes": "--ibot_prototypes 16",
         },
+        "--objective siglip": pairs,
+        "--objective clip": pairs,
         "--multi_label": {
             "labels": f"--labels {folder}/images.csv",
             "bce_loss": "--bce_loss",

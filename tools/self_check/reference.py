@@ -117,8 +117,13 @@ class _Training:
         # Labels are compared by PyTorch itself. Features' objectives compute here as on one device.
         self._objective = None
         if any(feature.objective for feature in run.config.active_features):
-            same = nn.Identity()
-            alone = SimpleNamespace(constant=same, sum=same, mean=same, teacher=teacher)
+            same, nothing = nn.Identity(), lambda *_: None
+            alone = SimpleNamespace(
+                **dict.fromkeys(("constant", "sum", "mean", "all_gather", "reduce_scatter"), same),
+                **dict.fromkeys(("begin_micro_batch", "end_step"), nothing),
+                replicas_here=1,
+                teacher=teacher,
+            )
             self._objective = open_objective(run, cast(Backend, alone))
         self.takes_positions = bool(self._objective and self._objective.takes_positions)
 
@@ -179,7 +184,9 @@ class _Training:
         # The micro-batches of a step: each has some images of each part of the batch.
         self._objective.begin_step(Settings(0.0, 0.0, 0.0).rates(self._run))
         count = self._run.config.data.grad_accum_steps
-        for number, part in enumerate(micro_batches(batch, self._parts, count)):
+        parts = micro_batches(batch, self._parts, count)
+        self._objective.before_micro_batches(self._model, parts, update * count)
+        for number, part in enumerate(parts):
             yield self._objective.loss(self._model, part, update * count + number) / count
 
 

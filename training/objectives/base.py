@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar
 
@@ -46,6 +46,14 @@ class Objective(abc.ABC):
 
     def begin_step(self, rates: StepRates) -> None:  # noqa: B027
         """Take the rates of the step; called before its micro-batches."""
+
+    def before_micro_batches(  # noqa: B027
+        self, model: nn.Module, micro_batches: Sequence[Batch], first_index: int
+    ) -> None:
+        """Compute what the loss of one micro-batch needs to know of the others; called in each
+        step before ``loss``. ``first_index``: the ``micro_batch_index`` of the first. To run the
+        model on one of them, call ``Backend.begin_micro_batch`` before and ``Backend.end_step``
+        after it."""
 
     @abc.abstractmethod
     def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:

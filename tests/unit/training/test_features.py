@@ -99,6 +99,7 @@ def test_what_a_feature_excludes(feature, excluded):
     [
         "--objective mae --decoder_depth 1 --decoder_embed_dim 16 --decoder_num_heads 2",
         "--objective dino --class_token --local_crop_size 8",
+        "--objective siglip --projection_dim 8",
     ],
 )
 def test_parameters_are_what_a_feature_adds_to_the_model(words):

@@ -1,0 +1,1 @@
+"""Image-text pre-training: SigLIP and CLIP (``--objective siglip``, ``clip``)."""

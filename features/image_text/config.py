@@ -1,0 +1,160 @@
+"""The flags of image-text pre-training, and the sizes of published text towers."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from config_fields import bounded, flag, positive, positive_number
+
+OBJECTIVES = ("siglip", "clip")
+_REQUIRED = ("|".join(f"objective={name}" for name in OBJECTIVES),)
+
+# Parts of an objective: their defaults do not turn it off.
+_flag = functools.partial(flag, requires=_REQUIRED, requires_at_default=True)
+
+_SIGLIP: dict[str, Any] = {
+    "text_mlp_ratio": 4.0,
+    "text_length": 64,
+    "text_vocab_size": 32_000,
+    "text_pool": "last",
+    "text_causal": False,
+    "text_act": "gelu_tanh",
+    "text_norm_eps": 1e-6,
+}
+_CLIP: dict[str, Any] = {
+    "text_depth": 12,
+    "text_mlp_ratio": 4.0,
+    "text_length": 77,
+    "text_vocab_size": 49_408,
+    "text_pool": "argmax",
+    "text_causal": True,
+    "text_act": "quick_gelu",
+    "text_norm_eps": 1e-5,
+}
+TEXT_MODELS: dict[str, dict[str, Any]] = {
+    "siglip_base": _SIGLIP | {"text_depth": 12, "text_width": 768, "text_heads": 12},
+    "siglip_large": _SIGLIP | {"text_depth": 24, "text_width": 1024, "text_heads": 16},
+    "siglip_so400m": _SIGLIP
+    | {"text_depth": 27, "text_width": 1152, "text_heads": 16, "text_mlp_ratio": 4304 / 1152},
+    "clip_base": _CLIP | {"text_width": 512, "text_heads": 8},
+    "clip_large": _CLIP | {"text_width": 768, "text_heads": 12},
+}
+"""The text towers of SigLIP B/16, L/16 and So400m/14 (transformers' configurations of
+google/siglip-*; So400m/14 at 224 was trained with 16 tokens) and of CLIP B/32, B/16 and L/14 (arXiv
+2103.00020, table 20), by ``--text_model``: values of flags."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "siglip": {"text_model": "siglip_base", "logit_scale_init": 10.0, "logit_bias_init": -10.0},
+    "clip": {"text_model": "clip_base", "logit_scale_init": 1 / 0.07},
+}
+"""By objective, the defaults of flags: arXiv 2303.15343, section 3.2; arXiv 2103.00020, section
+2.5."""
+
+
+class TextTower(NamedTuple):
+    """The values of the flags ``--text_*`` that decide what a text tower computes."""
+
+    depth: int
+    width: int
+    heads: int
+    mlp_ratio: float
+    length: int
+    vocab_size: int
+    pool: str
+    causal: bool
+    act: str
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class ImageTextConfig:
+    """The text tower, what both towers' outputs become, and which of the two is trained."""
+
+    group: ClassVar[str] = "objective"
+
+    text_model: str | None = _flag(
+        None,
+        "sizes of the text tower, as in published models; --text_depth and other flags override "
+        "them (default: siglip_base for siglip, clip_base for clip)",
+        choices=tuple(TEXT_MODELS),
+    )
+    text_depth: int | None = _flag(
+        None,
+        "number of blocks of the text tower (default: by --text_model)",
+        kind=bounded(int, 1, 1000),
+    )
+    text_width: int | None = _flag(
+        None, "width of the text tower (default: by --text_model)", kind=bounded(int, 1, 2**20)
+    )
+    text_heads: int | None = _flag(
+        None,
+        "number of attention heads of the text tower (default: by --text_model)",
+        kind=positive,
+    )
+    text_mlp_ratio: float | None = _flag(
+        None,
+        "MLP width of the text tower, as a multiple of --text_width (default: by --text_model)",
+        kind=positive_number,
+    )
+    text_length: int | None = _flag(
+        None,
+        "length of a text in tokens; longer ones are truncated (default: by --text_model, 64 or "
+        "77)",
+        kind=bounded(int, 1, 2**16),
+    )
+    text_vocab_size: int | None = _flag(
+        None,
+        "number of different tokens (default: by --text_model)",
+        kind=bounded(int, 2, 2**24),
+    )
+    text_pool: Literal["last", "first", "argmax", "mean"] | None = _flag(
+        None,
+        "what represents a text: its last or first token, the first token with the largest number "
+        "(CLIP's end of text), or the mean of all tokens (default: by --text_model)",
+    )
+    text_causal: bool | None = _flag(
+        None, "let a token attend only to earlier tokens (default: by --text_model)"
+    )
+    text_act: Literal["gelu", "gelu_tanh", "quick_gelu"] | None = _flag(
+        None, "activation in the text tower's MLP (default: by --text_model)"
+    )
+    text_norm_eps: float | None = _flag(
+        None,
+        "epsilon of the text tower's norms (default: by --text_model)",
+        kind=positive_number,
+    )
+    projection_dim: int | None = _flag(
+        None,
+        "width of the embeddings that are compared (default: the image tower's for siglip, which "
+        "then projects texts only; --text_width for clip, which projects both)",
+        kind=bounded(int, 1, 2**20),
+    )
+    logit_scale_init: float | None = _flag(
+        None,
+        "initial factor of cosine similarities, which is learned; clip uses at most 100 (default: "
+        "10 for siglip, 1/0.07 for clip)",
+        kind=bounded(float, 1e-4, 1e4),
+    )
+    logit_bias_init: float | None = flag(
+        None,
+        "initial value of what is added to scaled similarities, which is learned (default: -10)",
+        kind=bounded(float, -1e4, 1e4),
+        requires=("objective=siglip",),
+        requires_at_default=True,
+    )
+    lock_image: bool = flag(
+        False,
+        "do not train the image tower (LiT); its projection, if it has one, is trained",
+        requires=_REQUIRED,
+        incompatible_with=("lock_text",),
+    )
+    lock_text: bool = flag(
+        False,
+        "do not train the text tower; its projection is trained",
+        requires=_REQUIRED,
+    )
+
+    @property
+    def text(self) -> TextTower:
+        """The text tower, once ``--text_model`` is resolved."""
+        return TextTower(*(getattr(self, f"text_{name}") for name in TextTower._fields))

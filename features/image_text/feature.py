@@ -1,0 +1,106 @@
+"""What ``--objective siglip`` and ``clip`` ask of the program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from features.image_text.config import DEFAULTS, OBJECTIVES, TEXT_MODELS, ImageTextConfig
+from training.config import RunConfig
+from training.errors import UsageError
+from training.feature import Feature, SmallSizes
+
+if TYPE_CHECKING:
+    from data.source import View
+    from models.spec import ModelSpec
+    from training.resolve import Run
+
+_SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
+"""Sizes of the small run's texts: a length that few devices divide."""
+_NO_DECAY = ("norms", "biases", "embeddings")
+"""As both papers' codes have it; above all, scale and bias are not drawn to zero."""
+_ONE_SIZE = "images of a batch are compared, and so have one size"
+
+
+class ImageText(Feature):
+    """The text tower, which is part of the model (``model.py``), and its flags."""
+
+    flags = ImageTextConfig
+    objective = "features.image_text.objective:ImageTextPairs"
+    turned_on_by = tuple(f"--objective {name}" for name in OBJECTIVES)
+    choices = {
+        "objective": {
+            "siglip": "images and texts by a sigmoid for each pair",
+            "clip": "images and texts by softmax over a batch",
+        }
+    }
+    excludes = {
+        "--buckets": _ONE_SIZE,
+        "--image_size_schedule": _ONE_SIZE,
+        "--aug_repeats": "an image would be compared with its own text as with another's",
+        "--save_bad_step": "the loss of a replica depends on the samples of all",
+    }
+    loss_label = "contrastive loss"
+    saved_with_weights = True
+    parameters = ("text_", "image_projection.", "logit_")
+    metrics = {
+        "logit_scale": "scale of similarities",
+        "logit_bias": "bias of similarities",
+    }
+
+    def resolve_flags(self, config: RunConfig) -> RunConfig:
+        """Take what is not set from ``--text_model`` and from the objective's paper."""
+        from training.resolve import with_defaults
+
+        name = config.objective.objective
+        config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
+        model = config.of(ImageTextConfig).text_model
+        assert model is not None
+        config = with_defaults(config, TEXT_MODELS[model])
+        if config.data.batch_size < 2:
+            raise UsageError(
+                f"--objective {name} compares the pairs of a batch: use --batch_size 2 or more"
+            )
+        return config
+
+    def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
+        from features.image_text.model import add_to
+
+        return add_to(spec, config.of(ImageTextConfig), config.objective.objective)
+
+    def check(self, run: Run) -> None:
+        text, tensor = run.config.of(ImageTextConfig).text, run.mesh.tensor
+        if tensor == 1:
+            return
+        if text.causal:
+            raise UsageError(
+                f"--mesh_tensor {tensor} is incompatible with --text_causal: use another mesh"
+            )
+        hidden = int(text.width * text.mlp_ratio)
+        for what, size in (("--text_heads", text.heads), ("the text tower's MLP width", hidden)):
+            if size % tensor:
+                raise UsageError(f"--mesh_tensor {tensor} does not divide {what} {size}")
+
+    def view(self, run: Run, *, augment: bool) -> View | None:
+        from features.image_text.view import ImageTextView
+
+        if not augment:  # features of images alone
+            return None
+        text = run.config.of(ImageTextConfig).text
+        return ImageTextView(text.length, text.vocab_size)
+
+    def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:
+        flags = config.of(ImageTextConfig)
+        text = flags.text
+        return config.with_flags(
+            replace(
+                flags,
+                text_depth=min(text.depth, small.depth),
+                text_width=small.width,
+                text_heads=small.heads,
+                text_mlp_ratio=2.0,
+                text_length=min(text.length, _SMALL_LENGTH),
+                text_vocab_size=min(text.vocab_size, _SMALL_VOCABULARY),
+                projection_dim=flags.projection_dim and small.width,
+            )
+        )

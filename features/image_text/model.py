@@ -1,0 +1,287 @@
+"""Two towers: a timm ViT for images, and a transformer of the same blocks for texts.
+
+Image parameters have timm's names, text parameters begin with ``text_``. Embeddings are what the
+two towers make of a pair, each of length 1, in fp32; ``loss.py`` compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, LayerNorm, get_act_layer
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from features.image_text.config import ImageTextConfig
+from models.config import ModelError
+from models.select import select
+from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
+from models.timm_models import BUILT_WITH, TimmSpec
+
+IMAGE_BLOCKS, TEXT_BLOCKS = "blocks", "text_blocks"
+"""The names of the two stacks of blocks."""
+MAX_LOGIT_SCALE = 100.0
+"""CLIP's limit (arXiv 2103.00020, section 2.5)."""
+_EMBEDDING_STD, _POSITION_STD = 0.02, 0.01
+"""Standard deviations of initial token and position embeddings, as in CLIP's code."""
+_TEXT_TOWER = ("text_embed.", "text_pos_embed", "text_blocks.", "text_norm.")
+_SHARED = ("text_projection.", "image_projection.", "logit_")
+"""Prefixes of the names of parameters that belong to the text tower, and to neither tower."""
+
+
+def add_to(image: ModelSpec, config: ImageTextConfig, objective: str) -> ModelSpec:
+    """Return ``image`` with a text tower. ``config``: with all sizes resolved. Raises ModelError
+    for an unsuitable image tower or unsuitable sizes."""
+    if not isinstance(image, TimmSpec) or image.kind is not VisionTransformer:
+        kind = image.kind.__name__ if isinstance(image, TimmSpec) else "another class"
+        raise ModelError(
+            f"<objective> {objective} requires a VisionTransformer model of timm, and {image.name} "
+            f"is of {kind}"
+        )
+    text = config.text
+    if text.width % text.heads:
+        raise ModelError(
+            f"<text_width> {text.width} is not a multiple of <text_heads> {text.heads}"
+        )
+    if text.width * text.mlp_ratio < 1:
+        raise ModelError(
+            f"<text_mlp_ratio> {text.mlp_ratio:g} gives an MLP of width 0: use a larger ratio"
+        )
+    return ImageTextSpec(image, config, objective)
+
+
+class ImageTextSpec(TimmSpec):
+    """Spec of both towers: the image tower's spec, and the flags of the text tower."""
+
+    def __init__(self, image: TimmSpec, config: ImageTextConfig, objective: str) -> None:
+        self.image, self.config, self.objective = image, config, objective
+        given = (image.name, image.overrides, image.kind, image.arguments)
+        super().__init__(*given, image.preprocessing)
+        flags = {name: value for name, value in vars(config).items() if name not in _OF_TRAINING}
+        self.settings |= flags
+
+    def build(self) -> nn.Module:
+        arguments = self.arguments | BUILT_WITH[self.kind] | {"num_classes": 0}
+        return ImageTextModel(arguments, self.config, self.objective)
+
+    def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
+        super().initialize(module, name, seed=seed)
+        if isinstance(module, ImageTextModel):
+            with torch.no_grad():
+                module.initialize_text(torch.Generator().manual_seed(seed))
+
+    @functools.cached_property
+    def sizes(self) -> ModelSizes:
+        return self.image.sizes
+
+    @functools.cached_property
+    def stacks(self) -> Mapping[str, ModelSizes]:
+        block: Any = self.meta.text_blocks[0]  # type: ignore[index]
+        tower = self.config.text
+        text = replace(
+            self.sizes,
+            input_shape=(tower.length,),
+            grid=(tower.length,),
+            num_tokens=tower.length,
+            train_tokens=tower.length,
+            depth=tower.depth,
+            embed_dim=tower.width,
+            num_heads=tower.heads,
+            head_dim=block.attn.head_dim,
+            value_dim=block.attn.head_dim,
+            hidden=block.mlp.fc2.in_features,
+            attn_drop_rate=0.0,
+        )
+        return {IMAGE_BLOCKS: self.sizes, TEXT_BLOCKS: text}
+
+    @property
+    def runs(self) -> Sequence[StackRun]:
+        """The image tower's run, to which all FLOPs are attributed, and the text tower's."""
+        image, text = self.stacks.values()
+        pixels, width = math.prod(image.input_shape), self.embedding_width
+        flops = self.train_flops_per_image
+        return [
+            StackRun(IMAGE_BLOCKS, image.train_tokens, pixels, width, flops),
+            StackRun(TEXT_BLOCKS, text.train_tokens, text.num_tokens, width, 0.0),
+        ]
+
+    @property
+    def embedding_width(self) -> int:
+        """The width of the embeddings."""
+        model: Any = self.meta
+        return model.text_projection.out_features
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:  # type: ignore[override]
+        """The parameters of the locked tower."""
+        names = [name for name, _ in self.meta.named_parameters()]
+        if self.config.lock_text:
+            return frozenset(name for name in names if name.startswith(_TEXT_TOWER))
+        if self.config.lock_image:
+            others = (*_TEXT_TOWER, *_SHARED)
+            return frozenset(name for name in names if not name.startswith(others))
+        return frozenset()
+
+    @functools.cached_property
+    def train_flops_per_image(self) -> float:
+        """FLOPs of an image and its text; the blocks of a locked tower have no backward pass."""
+        model = self.build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in self.frozen)
+        return train_flops_of(model, self.example())
+
+    def why_no_token_part(self) -> str | None:
+        return "devices cannot share the tokens of a text"
+
+    def why_one_grid(self) -> str | None:
+        return "its images have one size"
+
+    def example(self) -> tuple[Any, ...]:
+        text = torch.empty(1, self.stacks[TEXT_BLOCKS].num_tokens, dtype=torch.int32, device="meta")
+        return ((*super().example(), text),)
+
+
+_OF_TRAINING = ("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model")
+"""Flags that do not change the output of a trained model."""
+
+
+class Embedded(NamedTuple):
+    """What the model returns for pairs. Scale and bias are the same for all: one of each an image,
+    so that they are divided over devices as images are."""
+
+    images: torch.Tensor
+    """(pairs, width), fp32, of length 1."""
+    texts: torch.Tensor
+    """(pairs, width), fp32, of length 1."""
+    scale: torch.Tensor
+    """(pairs,), fp32: the factor of similarities."""
+    bias: torch.Tensor
+    """(pairs,), fp32: what is added to them."""
+
+
+class ImageTextModel(VisionTransformer):
+    """timm's VisionTransformer with a text tower beside it."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], config: ImageTextConfig, objective: str
+    ) -> None:
+        """``arguments``: the image tower's, by timm's names."""
+        super().__init__(**arguments)
+        place: Any = {"device": "meta"}
+        is_clip = objective == "clip"
+        text = config.text
+        width, self.text_pool = text.width, text.pool
+        norm = functools.partial(LayerNorm, eps=text.norm_eps)
+        block = functools.partial(
+            Block,
+            width,
+            text.heads,
+            text.mlp_ratio,
+            qkv_bias=True,
+            act_layer=get_act_layer(text.act),
+            norm_layer=norm,
+            attn_layer=CausalAttention if text.causal else Attention,
+            **place,
+        )
+        self.text_embed = nn.Embedding(text.vocab_size, width, **place)
+        self.text_pos_embed = nn.Parameter(torch.empty(1, text.length, width, **place))
+        self.text_blocks = nn.Sequential(*(block() for _ in range(text.depth)))
+        self.text_norm = norm(width, **place)
+
+        default = width if is_clip else self.embed_dim
+        embedding = config.projection_dim or default
+        self.text_projection = nn.Linear(width, embedding, bias=not is_clip, **place)
+        self.image_projection: nn.Module = nn.Identity()
+        if is_clip or embedding != self.embed_dim:
+            self.image_projection = nn.Linear(self.embed_dim, embedding, bias=False, **place)
+
+        # Vectors of one entry: FSDP2 shards no scalars.
+        self.logit_scale = nn.Parameter(torch.empty(1, **place))
+        self.logit_bias: nn.Parameter | None = None
+        if not is_clip:
+            self.logit_bias = nn.Parameter(torch.empty(1, **place))
+        self.max_scale = MAX_LOGIT_SCALE if is_clip else math.inf
+        self._initial = (config.logit_scale_init, config.logit_bias_init)
+
+    def initialize_text(self, generator: torch.Generator) -> None:
+        """Fill the embeddings of texts, the projections, scale and bias."""
+        scale, bias = self._initial
+        assert scale is not None
+        self.text_embed.weight.normal_(std=_EMBEDDING_STD, generator=generator)
+        self.text_pos_embed.normal_(std=_POSITION_STD, generator=generator)
+        for projection in (self.text_projection, self.image_projection):
+            if isinstance(projection, nn.Linear):
+                std = projection.in_features**-0.5
+                projection.weight.normal_(std=std, generator=generator)
+        self.logit_scale.fill_(math.log(scale))
+        if self.logit_bias is not None:
+            assert bias is not None
+            self.logit_bias.fill_(bias)
+
+    def no_weight_decay(self) -> set[str]:
+        added = {"text_embed.weight", "text_pos_embed", "logit_scale", "logit_bias"}
+        return super().no_weight_decay() | added
+
+    def forward(self, pairs: Any) -> Any:
+        """Return the embeddings of images (pairs, channels, height, width), normalized, and of
+        their texts (pairs, length), integers; of images alone, what timm's model without a head
+        returns."""
+        if isinstance(pairs, torch.Tensor):
+            return super().forward(pairs)
+        images, texts = pairs
+        pooled = self.forward_head(self.forward_features(images), pre_logits=True)
+        image_embeddings = self.image_projection(pooled)
+        text_embeddings = self.text_projection(self.pooled_text(texts))
+        # Above the limit the gradient passes, too: the scale can become smaller again.
+        scale = self.logit_scale.float().exp()
+        scale = scale + (scale.clamp(max=self.max_scale) - scale).detach()
+        bias = torch.zeros_like(scale) if self.logit_bias is None else self.logit_bias.float()
+        return Embedded(
+            F.normalize(image_embeddings.float(), dim=-1),
+            F.normalize(text_embeddings.float(), dim=-1),
+            scale.expand(len(images)),
+            bias.expand(len(images)),
+        )
+
+    def pooled_text(self, texts: torch.Tensor) -> torch.Tensor:
+        """Return what represents each text, (texts, width), of its tokens, (texts, length)."""
+        x = self.text_embed(texts)
+        x = x + self.text_pos_embed.to(x.dtype)
+        x = self.text_norm(self.text_blocks(x))
+        if self.text_pool == "last":
+            return x[:, -1]
+        if self.text_pool == "first":
+            return x[:, 0]
+        if self.text_pool == "mean":
+            return x.mean(1)
+        places = torch.arange(texts.shape[1], dtype=torch.int32, device=texts.device)
+        is_largest = texts == texts.amax(1, keepdim=True)
+        first = places.where(is_largest, texts.shape[1]).amin(1, keepdim=True)
+        return select((places == first)[:, None], x)[:, 0]
+
+
+class CausalAttention(Attention):
+    """timm's attention in which a token attends to itself and to earlier ones.
+
+    Computed without ``scaled_dot_product_attention``, in whose place TPUs have kernels that know no
+    such mask; texts are short.
+    """
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q * self.scale) @ k.transpose(-2, -1)
+        places = torch.arange(x.shape[1], device=x.device)
+        scores = scores.masked_fill(places[:, None] < places, -math.inf)
+        y = scores.softmax(dim=-1).to(v.dtype) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))

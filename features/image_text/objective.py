@@ -1,0 +1,166 @@
+"""Image-text pre-training: embeddings of matching images and texts become alike, others unlike.
+
+With ``--grad_accum_steps``, each image is still compared with all texts of the global batch
+(GradCache, arXiv 2101.06983): the embeddings of all micro-batches are computed first, without
+gradients, then the gradients of the loss with respect to them. The second pass over a micro-batch
+only continues these to the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from data.batch import PADDING, Batch
+from features.image_text.config import ImageTextConfig
+from features.image_text.loss import Pairs, WithGradients, contrast, rows_of_chunk
+from features.image_text.model import MAX_LOGIT_SCALE, Embedded, ImageTextSpec
+from training.backend import Backend
+from training.data import normalizer
+from training.logs.records import Evaluation
+from training.objectives.base import Measure, Objective
+from training.schedule import StepRates
+
+if TYPE_CHECKING:
+    from training.resolve import Run
+
+_ROUNDING = 1e-6
+
+
+class ImageTextPairs(Objective):
+    """Trains both towers by the loss of SigLIP or CLIP over all pairs of the global batch."""
+
+    takes_positions = True
+
+    def __init__(self, run: Run, backend: Backend, say: Callable[[str], None]) -> None:
+        spec, data = run.model, run.config.data
+        assert isinstance(spec, ImageTextSpec)
+        self._kind, self._backend = run.config.objective.objective, backend
+        self._normalize = normalizer(run, backend.constant)
+        self._pairs_of_step = data.batch_size
+        self._ahead: list[tuple[torch.Tensor, Pairs]] = []
+        """For each micro-batch to come, the step's loss and the gradients of its embeddings."""
+        self._parts: list[torch.Tensor] = []
+        """For each micro-batch, scale and bias."""
+        text, flags, replicas = (
+            spec.config.text,
+            run.config.of(ImageTextConfig),
+            run.mesh.batch_shards,
+        )
+        of_replica = data.batch_size // replicas
+        rows = rows_of_chunk(replicas, of_replica, spec.embedding_width)
+        locked = "image" if flags.lock_image else "text" if flags.lock_text else ""
+        say(
+            f"objective: {self._kind}, text tower with {text.depth} blocks {text.width} wide, "
+            f"{text.length} tokens"
+            + (f", {locked} tower locked" if locked else "")
+            + f"; {replicas * rows} of {data.batch_size} texts compared at a time"
+        )
+        if data.grad_accum_steps > 1:
+            say(
+                f"objective: --grad_accum_steps {data.grad_accum_steps} compares all pairs of the "
+                "batch, at the cost of one more forward pass"
+            )
+
+    def begin_step(self, rates: StepRates) -> None:
+        self._ahead.clear()
+        self._parts.clear()
+
+    def before_micro_batches(
+        self, model: nn.Module, micro_batches: Sequence[Batch], first_index: int
+    ) -> None:
+        if len(micro_batches) == 1:
+            return
+        found: list[tuple[Pairs, torch.Tensor]] = []
+        for index, batch in enumerate(micro_batches, first_index):
+            self._backend.begin_micro_batch(index)
+            with torch.no_grad():
+                found.append((self._embed(model, batch), self._ids(batch["position"])))
+            self._backend.end_step()
+        all_pairs, all_ids = zip(*found, strict=True)
+        pairs = Pairs(*(torch.cat(parts, dim=1) for parts in zip(*all_pairs, strict=True)))
+        count = len(micro_batches)
+        loss, gradients = self._loss(pairs, torch.cat(all_ids, dim=1))
+        # The step divides the sum over micro-batches by their number.
+        split = zip(*((count * each).chunk(count, dim=1) for each in gradients), strict=True)
+        self._ahead = [(loss, Pairs(*parts)) for parts in split]
+        self._backend.end_step()
+
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        pairs = self._embed(model, batch)
+        if self._ahead:
+            loss, gradients = self._ahead.pop(0)
+        else:
+            detached = Pairs(*(each.detach() for each in pairs))
+            loss, gradients = self._loss(detached, self._ids(batch["position"]))
+        self._parts.append(torch.stack([pairs.scale.detach().mean(), pairs.bias.detach().mean()]))
+        return WithGradients.apply(loss, gradients, *pairs)
+
+    def _embed(self, model: nn.Module, batch: Batch) -> Pairs:
+        """Return the embeddings of a batch, by replica."""
+        embedded = Embedded(*model((self._normalize(batch["image"]), batch["text"])))
+        return Pairs(*(self._by_replica(each) for each in embedded))
+
+    def _by_replica(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unflatten(0, (self._backend.replicas_here, -1))
+
+    def _ids(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._by_replica(numbers.to(torch.int32))
+
+    def _loss(self, pairs: Pairs, ids: torch.Tensor) -> tuple[torch.Tensor, Pairs]:
+        loss, gradients = contrast(self._kind, pairs, ids, self._pairs_of_step, self._backend)
+        assert gradients is not None
+        if self._kind == "clip":
+            # At its limit, the scale does not grow: the gradient of all replicas decides.
+            grows = self._backend.sum(gradients.scale.sum()) < 0
+            stays = grows & (pairs.scale >= MAX_LOGIT_SCALE * (1 - _ROUNDING))
+            gradients = gradients._replace(scale=gradients.scale.masked_fill(stays, 0.0))
+        return loss, gradients
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        mean = sum(self._parts[1:], start=self._parts[0]) / len(self._parts)
+        scale, bias = self._backend.mean(mean).unbind()
+        found = {"logit_scale": scale, "logit_bias": bias}
+        return found if self._kind == "siglip" else {"logit_scale": scale}
+
+    def measure(self, images: int = 0) -> Measure:
+        return BatchLoss(self)
+
+    @torch.no_grad()
+    def sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch of an evaluation times its number of pairs, and that number,
+        over all replicas."""
+        index = batch["index"]
+        count = self._backend.sum((index != PADDING).sum().float())
+        loss, _ = contrast(
+            self._kind,
+            self._embed(model, batch),
+            self._ids(index),
+            count.clamp(min=1),
+            self._backend,
+            padded=True,
+            gradients=False,
+        )
+        return torch.stack([self._backend.mean(loss) * count, count])
+
+
+class BatchLoss(Measure):
+    """The mean loss over batches, whose pairs are compared with each other."""
+
+    def __init__(self, objective: ImageTextPairs) -> None:
+        self._objective = objective
+        self._loss = self._pairs = 0.0
+
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"sums": self._objective.sums(model, batch)}
+
+    def add(self, values: Mapping[str, list[float]]) -> None:
+        loss, pairs = values["sums"]
+        self._loss, self._pairs = self._loss + loss, self._pairs + pairs
+
+    def result(self) -> Evaluation:
+        return Evaluation(self._loss / (self._pairs or math.nan), images=int(self._pairs))

@@ -1,0 +1,133 @@
+"""The losses of images and texts: equal to plain formulas in fp64, whatever the chunks; memory."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.batch import PADDING
+from features.image_text.loss import Pairs, contrast, rows_of_chunk
+
+pytestmark = pytest.mark.fast
+
+WIDTH = 24
+SAME = SimpleNamespace(all_gather=lambda x: x, reduce_scatter=lambda x: x)
+"""All replicas in one process."""
+
+
+def plain_siglip(images, texts, scale, bias):
+    """As in the paper's algorithm 1."""
+    logits = scale * images @ texts.T + bias
+    labels = 2 * torch.eye(len(images), dtype=logits.dtype) - 1
+    return -F.logsigmoid(labels * logits).sum() / len(images)
+
+
+def plain_clip(images, texts, scale, bias):
+    """As in the paper's figure 3."""
+    logits = scale * images @ texts.T + bias
+    labels = torch.arange(len(images))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+PLAIN = {"siglip": plain_siglip, "clip": plain_clip}
+
+
+def drawn(replicas, each, scale, bias):
+    torch.manual_seed(0)
+    shape = replicas, each, WIDTH
+    images, noise = F.normalize(torch.randn(shape), dim=-1), torch.randn(shape)
+    texts = F.normalize(images + noise, dim=-1)
+    ones = torch.ones(replicas, each)
+    return Pairs(images, texts, scale * ones, bias * ones)
+
+
+def expected(kind, pairs, factor=1.0):
+    """The loss, and its gradients, in fp64."""
+    images, texts = (x.flatten(0, 1).double().requires_grad_() for x in pairs[:2])
+    scale, bias = (x.flatten()[0].double().requires_grad_() for x in pairs[2:])
+    loss = PLAIN[kind](images, texts, scale, bias)
+    (factor * loss).backward()
+    return loss.detach(), [x.grad for x in (images, texts, scale, bias)]
+
+
+def assert_same(kind, pairs, found):
+    loss, gradients = found
+    whole, parts = expected(kind, pairs)
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)
+    images, texts, scale, bias = (x.double() for x in gradients)
+    for given, wanted in ((images.flatten(0, 1), parts[0]), (texts.flatten(0, 1), parts[1])):
+        assert (given - wanted).norm() < 1e-6 * wanted.norm()
+    torch.testing.assert_close(scale.sum(), parts[2], rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(bias.sum(), parts[3], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (1 / 0.07, 0.0), (100.0, 3.0)])
+@pytest.mark.parametrize(
+    ("replicas", "each", "rows"), [(1, 1, 1), (1, 37, 5), (4, 9, 9), (4, 9, 2), (8, 1, 1)]
+)
+def test_equal_to_the_formula(kind, scale, bias, replicas, each, rows):
+    if replicas * each == 1 and kind == "clip":
+        pytest.skip("its gradient is zero")
+    pairs = drawn(replicas, each, scale, bias)
+    ids = torch.randperm(replicas * each, dtype=torch.int32).view(replicas, each)
+    chunk_bytes = 8 * replicas * (each + WIDTH) * rows
+    assert rows_of_chunk(replicas, each, WIDTH, chunk_bytes) <= rows
+    found = contrast(kind, pairs, ids, replicas * each, SAME, chunk_bytes=chunk_bytes)
+    assert_same(kind, pairs, found)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_padding_counts_for_nothing(kind):
+    pairs = drawn(2, 6, 10.0, -2.0)
+    ids = torch.arange(12, dtype=torch.int32).view(2, 6)
+    ids[1, 4:] = PADDING
+    for values in pairs[:2]:
+        values[1, 4:] = 7.0
+    loss, gradients = contrast(kind, pairs, ids, torch.tensor(10), SAME, padded=True)
+    present = Pairs(*(x.flatten(0, 1)[None, :10] for x in pairs))
+    whole, parts = expected(kind, present)
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)
+    for given, wanted in zip(gradients[:2], parts[:2], strict=True):
+        assert not given[1, 4:].any()
+        torch.testing.assert_close(given.flatten(0, 1)[:10].double(), wanted, rtol=0, atol=1e-6)
+    alone, _ = contrast(kind, pairs, ids, torch.tensor(10), SAME, padded=True, gradients=False)
+    assert alone == loss
+
+
+def test_chunks_stay_small_for_any_batch():
+    for replicas in (1, 8, 256, 4096):
+        for each in (1, 7, 128, 4096, 4099, 2**16):
+            rows = rows_of_chunk(replicas, each, 1152)
+            held = 8 * replicas * rows * (each + 1152)
+            assert held <= 24 * 2**20 or rows == 1
+            assert 1 <= rows <= each
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_no_tensor_is_as_large_as_the_matrix(kind):
+    """Tensors grow with the pairs of a replica, not with their square."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for each in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(each, torch.Tensor):
+                    self.elements = max(self.elements, each.numel())
+            return result
+
+    largest = {}
+    for each in (256, 512, 1024):
+        pairs = drawn(1, each, 10.0, -10.0)
+        ids = torch.arange(each, dtype=torch.int32)[None]
+        with Largest() as mode:
+            contrast(kind, pairs, ids, each, SAME, chunk_bytes=2**18)
+        largest[each] = mode.elements
+    assert 4 * largest[1024] <= 2**18
+    assert largest[1024] < 1024**2 / 16
+    assert math.isclose(largest[256], largest[1024], rel_tol=0.5)
