@@ -19,7 +19,6 @@ _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
 _NO_DECAY = ("norms", "biases", "embeddings")
 """As both papers' codes have it; above all, scale and bias are not drawn to zero."""
-_ONE_SIZE = "images of a batch are compared, and so have one size"
 
 
 class ImageText(Feature):
@@ -35,8 +34,6 @@ class ImageText(Feature):
         }
     }
     excludes = {
-        "--buckets": _ONE_SIZE,
-        "--image_size_schedule": _ONE_SIZE,
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",
     }

@@ -11,8 +11,11 @@ import torchvision.transforms as T
 from PIL import Image
 from sklearn.metrics import average_precision_score, roc_auc_score
 
+from data.batch import BatchShard
+from data.open import open_data
 from tests.references.plain_checkpoint import convert, tiny_timm_model
 from tests.support.cli import DIGITS, TINY_MODEL, run_program, train_tiny, train_tiny_gpu
+from tests.support.loading import CONFIG, arguments, check_same_epochs, wanted
 from tests.support.usage_error import told_in_one_line
 
 HAVE = {
@@ -247,3 +250,30 @@ def test_wrong_flags(tables, tmp_path, capsys, flags, told):
     line = told_in_one_line(capsys, *source, "--ckpt_dir", tmp_path / "run", *words)
     assert told in line
     assert not (tmp_path / "run").exists()
+
+
+# -- data.pack ----------------------------------------------------------------------------
+
+
+def test_pack_takes_the_same_table(tmp_path):
+    paths = sorted(DIGITS.glob("train/[0-4]/*.png"))[::5]
+    lines = [f"{path.relative_to(DIGITS)},class {path.parent.name}" for path in paths]
+    file, shards = tmp_path / "labels.csv", tmp_path / "shards"
+    file.write_text("\n".join(["image,kind", *lines]))
+    flags = ["--columns", "image", "kind", "--split_seed", "4", "--val_fraction", "0.3"]
+    packed = run_program("-m", "data.pack", str(DIGITS), str(shards), "--labels", str(file), *flags)
+    assert packed.returncode == 0, packed.stderr
+    in_shards = open_data(wanted(arguments(shards, data_source="webdataset", batch_size=20)))
+    table = {"labels": str(file), "columns": ["image", "kind"]}
+    table |= {"split_seed": 4, "val_fraction": 0.3, "batch_size": 20}
+    in_table = open_data(wanted(arguments(DIGITS, **table), CONFIG))
+    assert in_shards.classes == in_table.classes == [f"class {number}" for number in range(5)]
+    for name in ("train", "val"):
+        ours, theirs = (
+            source.splits[name].batches(20, BatchShard()).epoch(1)
+            for source in (in_shards, in_table)
+        )
+        check_same_epochs(ours, theirs)
+    without = run_program("-m", "data.pack", str(DIGITS), str(tmp_path / "x"), *flags)
+    assert (without.returncode, (tmp_path / "x").exists()) == (2, False)
+    assert "the flags of a table require --labels" in without.stderr

@@ -16,8 +16,7 @@ from data.image_table import read_table
 from data.open import open_data
 from data.table_split import choose_validation
 from features.table_split import split_rows, store_split
-from tests.support.cli import run_program
-from tests.support.loading import CONFIG, arguments, check_same_epochs, wanted
+from tests.support.loading import arguments, check_same_epochs, wanted
 
 pytestmark = pytest.mark.fast
 
@@ -405,33 +404,6 @@ def test_wrong_columns_of_several_labels(folder, tmp_path, columns, told):
     table.to_csv(tmp_path / "labels.csv")
     with pytest.raises(DataFolderError, match=told):
         read(folder, tmp_path / "labels.csv", columns=columns.split(), multi_label=True)
-
-
-# -- data.pack ----------------------------------------------------------------------------
-
-
-def test_pack_takes_the_same_table(digits, tmp_path):
-    paths = sorted(digits.glob("train/[0-4]/*.png"))[::5]
-    lines = [f"{path.relative_to(digits)},class {path.parent.name}" for path in paths]
-    file, shards = tmp_path / "labels.csv", tmp_path / "shards"
-    file.write_text("\n".join(["image,kind", *lines]))
-    flags = ["--columns", "image", "kind", "--split_seed", "4", "--val_fraction", "0.3"]
-    packed = run_program("-m", "data.pack", str(digits), str(shards), "--labels", str(file), *flags)
-    assert packed.returncode == 0, packed.stderr
-    in_shards = open_data(wanted(arguments(shards, data_source="webdataset", batch_size=20)))
-    table = {"labels": str(file), "columns": ["image", "kind"]}
-    table |= {"split_seed": 4, "val_fraction": 0.3, "batch_size": 20}
-    in_table = open_data(wanted(arguments(digits, **table), CONFIG))
-    assert in_shards.classes == in_table.classes == [f"class {number}" for number in range(5)]
-    for name in ("train", "val"):
-        ours, theirs = (
-            source.splits[name].batches(20, BatchShard()).epoch(1)
-            for source in (in_shards, in_table)
-        )
-        check_same_epochs(ours, theirs)
-    without = run_program("-m", "data.pack", str(digits), str(tmp_path / "x"), *flags)
-    assert (without.returncode, (tmp_path / "x").exists()) == (2, False)
-    assert "the flags of a table require --labels" in without.stderr
 
 
 # -- the split that a run stores ----------------------------------------------------------
