@@ -86,6 +86,7 @@ def test_siglip_on_xla(devices, flags, siglip, tmp_path):
     assert_same(train_tiny(tmp_path, *PAIR_FLAGS, *flags.split(), devices=devices), siglip)
 
 
+@pytest.mark.long
 def test_clip_on_xla(clip, tmp_path):
     assert_same(train_tiny(tmp_path, *PAIR_FLAGS, *CLIP, devices=4), clip)
 
@@ -130,6 +131,7 @@ def test_resumes_on_gpus(on_gpu, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_resumes_on_xla_and_continues_the_other(on_gpu, tmp_path):
     flags = [*PAIR_FLAGS, *"--grad_accum_steps 2 --drop_path_rate 0.2".split()]
     saves = ["--ckpt_step_interval", "3"]
@@ -147,6 +149,7 @@ def test_resumes_on_xla_and_continues_the_other(on_gpu, tmp_path):
 # -- tools ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_self_check(tmp_path):
     flags = [*PAIR_FLAGS, "--self_check", "--cpu_devices", "4", "--grad_accum_steps", "2"]
     done = run_program("run_vit_training.py", *tiny(tmp_path), *flags)
@@ -171,7 +174,7 @@ def test_self_check(tmp_path):
         ("--smoothing 0.1", "--smoothing 0.1 requires --objective classify"),
         ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify"),
         ("--native_resolution", "is incompatible with"),
-        ("--data_source folder --buckets 16x16", "is incompatible with --buckets"),
+        ("--data_source folder --buckets 16x16", "--buckets 16x16 requires --objective classify"),
         ("--text_heads 3", "--text_width 16 is not a multiple of --text_heads 3"),
         ("--lock_image --lock_text", "--lock_image is incompatible with --lock_text"),
         ("--logit_bias_init 0 --objective clip", "requires --objective siglip, not clip"),
@@ -182,7 +185,8 @@ def test_self_check(tmp_path):
 )
 def test_mistakes(flags, text, capsys, tmp_path):
     given = [flag for flag in PAIR_FLAGS if flag not in SOURCE]
-    line = told_in_one_line(capsys, *tiny(tmp_path / "run"), "--fake_data", *given, *flags.split())
+    source = [] if "--data_source" in flags else ["--fake_data"]
+    line = told_in_one_line(capsys, *tiny(tmp_path / "run"), *source, *given, *flags.split())
     assert text in line
     assert not (tmp_path / "run").exists()
 
