@@ -1,4 +1,4 @@
-"""A training step, and the batches it consumes; used by training, tools and benchmarks."""
+"""A training step, the loaders and batches it consumes; used by training, tools, benchmarks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from training.optimizers import Updates, updates_of
 from training.schedule import Position, StepRates
 
 if TYPE_CHECKING:
+    from data.source import DataSource
     from training.resolve import Run
 
 
@@ -102,6 +103,21 @@ def put_micro_batches(backend: Backend, batch: Batch, fields: Fields, count: int
         backend.put({name: parts[index] for name, parts in chunks.items()}, fields)
         for index in range(count)
     ]
+
+
+def train_loader(
+    data: DataSource, backend: Backend, batch_size: int, steps: int = 0
+) -> BatchLoader:
+    """Return the loader of training images, in global batches of ``batch_size``; ``steps``: the
+    number of batches of the whole training."""
+    open_shard = functools.partial(data.train_loader, batch_size, steps=steps)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
+
+
+def val_loader(data: DataSource, backend: Backend, batch_size: int) -> BatchLoader:
+    """Return the loader of validation images, in global batches of ``batch_size``."""
+    open_shard = functools.partial(data.val_loader, batch_size)
+    return backend.loader(open_shard, batch_size, reads_rows=data.reads_rows)
 
 
 class TrainBatches:

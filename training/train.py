@@ -26,7 +26,6 @@ from training.errors import (
 )
 from training.evaluation.hooks import Evaluations
 from training.files import FolderLock
-from training.loaders import train_loader, val_loader
 from training.logs.bad_images import FILE as BAD_IMAGES_FILE
 from training.logs.bad_images import open_bad_images
 from training.logs.history import (
@@ -46,7 +45,7 @@ from training.start import (
     hint_for_hosts,
     set_aside_newer_checkpoints,
 )
-from training.step import TrainBatches, shard_and_optimize
+from training.step import TrainBatches, shard_and_optimize, train_loader, val_loader
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,9 +18,9 @@ from training.backend import Backend
 from training.data import dataset_request
 from training.errors import UsageError
 from training.feature import SmallSizes
-from training.loaders import train_loader
 from training.objectives.config import LossConfig
 from training.resolve import Run, extended, model_flags
+from training.step import train_loader
 
 # -- Images, labels and first weights, the same everywhere ----------------------------------------
 

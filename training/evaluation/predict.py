@@ -35,7 +35,6 @@ from training.evaluation.label_report import gather_label_report
 from training.evaluation.report import Report, report_folder, write_report
 from training.evaluation.trained import adapt_trained, open_trained
 from training.files import folder_at
-from training.loaders import val_loader
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
@@ -43,6 +42,7 @@ from training.objectives.classify import TOP, Accuracy, Classification
 from training.objectives.multi_label import LabelEvaluation, LabelRanking
 from training.objectives.registry import objective_class, open_objective
 from training.resolve import Run, resolve_model
+from training.step import val_loader
 from training.weights.adapt import Adapter
 from training.weights.describe import describe
 from training.weights.source import Source, check_files

@@ -40,7 +40,7 @@ from training.units import units_of
 if TYPE_CHECKING:
     from training.backend import Backend
     from training.logs.records import Evaluation
-    from training.logs.step_timer import StepTimer
+    from training.loop import StepTimer
     from training.resolve import Run
 
 CURVES_FILE = "curves.png"
