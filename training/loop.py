@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import nn
 from training.backend import Backend
 from training.objectives.base import Objective
 from training.schedule import Position, Schedule
-from training.step import TrainBatches, train_step
+from training.step import StepTimer, TrainBatches, train_step
 
 if TYPE_CHECKING:
     from data.source import DataSource
@@ -24,25 +23,6 @@ if TYPE_CHECKING:
     from training.logs.reports import Reports
     from training.processes.stopping import StopRequest, Watchdog
     from training.resolve import Run
-
-
-@dataclass
-class StepTimer:
-    """Measures the throughput between two log steps, by the host's clock."""
-
-    started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    waited: float = 0.0
-    """The seconds spent waiting for batches."""
-    flops: float = 0.0
-    """The FLOPs of the steps, as counted for MFU."""
-
-    def restart(self) -> None:
-        self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
-        self.flops = 0.0
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
 
 
 @dataclass(frozen=True)

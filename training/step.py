@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -192,3 +193,22 @@ class TrainBatches:
                 self.last_wait_s = time.perf_counter() - asked
                 self.last_read_s = min(self.last_wait_s, reading.popleft())
                 yield batch
+
+
+@dataclass
+class StepTimer:
+    """Measures the throughput between two log steps, by the host's clock."""
+
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    waited: float = 0.0
+    """The seconds spent waiting for batches."""
+    flops: float = 0.0
+    """The FLOPs of the steps, as counted for MFU."""
+
+    def restart(self) -> None:
+        self.started, self.steps, self.waited = time.perf_counter(), 0, 0.0
+        self.flops = 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started

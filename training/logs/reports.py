@@ -40,8 +40,8 @@ from training.units import units_of
 if TYPE_CHECKING:
     from training.backend import Backend
     from training.logs.records import Evaluation
-    from training.loop import StepTimer
     from training.resolve import Run
+    from training.step import StepTimer
 
 CURVES_FILE = "curves.png"
 PICTURES = "reconstructions"

@@ -24,7 +24,7 @@ from training.config import RunConfig
 from training.flags import flat
 from training.logs.records import Evaluation, read_metrics
 from training.logs.reports import Reports
-from training.loop import StepTimer
+from training.step import StepTimer
 from xla_fsdp.tpu import peak_of
 
 pytestmark = pytest.mark.fast
