@@ -138,7 +138,14 @@ def parse(
         words = _with_our_names(words, names)
         parser = build_parser(known)
         parser.flags = [word for word in words if word.text.partition("=")[0] in names]
-        namespace, unknown = parser.parse_known_args([word.text for word in words])
+        try:
+            namespace, unknown = parser.parse_known_args([word.text for word in words])
+        except _Mistake as error:  # of one value: say at once which flags are other programs'
+            unknown = _unknown_flags(words, names)
+            if not meanings(unknown):
+                raise
+            others = _unknown_words(unknown, words, names)
+            raise _Mistake(f"{others}; {error}", others.see) from None
         values = vars(namespace)
         if "help" in values:
             _print_help(values["help"], known)
@@ -171,6 +178,17 @@ def _with_our_names(words: Sequence[Word], names: Collection[str]) -> list[Word]
         return word._replace(text=f"{name}{equals}{value}")
 
     return [named(word) for word in words]
+
+
+def _unknown_flags(words: Sequence[Word], names: Collection[str]) -> list[str]:
+    """Return the flags among the words that the program does not have, each with its values."""
+    found, is_known = list[str](), True
+    for word in words:
+        if word.text.startswith("-"):
+            is_known = word.text.partition("=")[0] in names
+        if not is_known:
+            found.append(word.text)
+    return found
 
 
 def _unknown_words(

@@ -114,6 +114,11 @@ def refusal(capsys, words):
                 "unknown flag --nonsense_of_mine",
             ],
         ),
+        # Beside a value that is invalid here.
+        (
+            "--train-data x.tar --precision amp --workers 4 --lr -3",
+            ["use --data_dir x.tar", "use --num_workers 4", "invalid choice: 'amp'"],
+        ),
         # Nobody's: what is no flag of ours stays a mistake of spelling.
         ("lr=1e-4", ["unrecognized argument: lr=1e-4: settings are flags, as in --lr 1e-4"]),
         ("gamma=0.7", ["--decay_rate 0.7"]),
@@ -126,7 +131,11 @@ def test_answers(typed, told, capsys):
     line = refusal(capsys, words)
     for part in told:
         assert part in line
-    assert line.count(": use ") + line.count(": leave it out") == len(told) or "un" in line
+    assert (
+        line.count(": use ") + line.count(": leave it out") == len(told)
+        or "un" in line
+        or "invalid" in line
+    )
 
 
 def test_hyphens_are_underscores():
