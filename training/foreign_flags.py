@@ -336,7 +336,7 @@ def meanings(unknown: Sequence[str]) -> dict[str, str]:
     """
     known = {_plain(word): meaning for table in TABLES for word, meaning in table.items()}
     texts = {}
-    for word, following in zip(unknown, [*unknown[1:], ""], strict=True):
+    for word, following in zip(unknown, [*unknown, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         meaning = known.get(_plain(name))
         if not meaning or not (equals or name.startswith("-")):
