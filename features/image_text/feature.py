@@ -29,8 +29,8 @@ class ImageText(Feature):
     turned_on_by = tuple(f"--objective {name}" for name in OBJECTIVES)
     choices = {
         "objective": {
-            "siglip": "images and texts by a sigmoid for each pair",
-            "clip": "images and texts by softmax over a batch",
+            "siglip": "images and texts by sigmoids",
+            "clip": "images and texts by softmax",
         }
     }
     excludes = {

@@ -51,7 +51,7 @@ def test_without_packages(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", [each for each in PROGRAMS if each.startswith(WITHOUT)])
-def test_without_need_of_packages(path, tmp_path):
+def test_launchers_need_no_packages(path, tmp_path):
     """On a laptop, or on a worker's own Python; by their path, as the example calls its script."""
     code, said = run(tmp_path, WITHOUT_PACKAGES, path)
     (line,) = said.splitlines()
