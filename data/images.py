@@ -144,6 +144,23 @@ class ImageSplit(Split):
         return seeded(self.transform, self.open(number), self.seed, epoch, index)
 
 
+class RearrangedSplit(Split):
+    """The images of another split in another arrangement, such as sizes or sequences."""
+
+    def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
+        super().__init__(request, split.name, split.labels, split.classes, split.left_out)
+        self._split = split
+
+    def name_of(self, number: int) -> str:
+        return self._split.name_of(number)
+
+    def thumbnail(self, number: int, side: int) -> Image.Image:
+        return self._split.thumbnail(number, side)
+
+    def digest(self) -> str:
+        return self._split.digest()
+
+
 # -- a source --------------------------------------------------------------------------
 
 

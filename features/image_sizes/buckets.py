@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from PIL import Image
 
 from data.batch import PADDING, SampleIndex
 from data.files import DataFolderError
-from data.images import ImageSplit, ImageView
+from data.images import ImageSplit, ImageView, RearrangedSplit
 from data.loader import GlobalBatchSampler
 from data.sizes import image_sizes
-from data.source import DatasetRequest, DataSource, Split
+from data.source import DatasetRequest, DataSource
 
 
 class BucketView(ImageView):
@@ -44,13 +43,13 @@ class BucketView(ImageView):
         return DataSource(name, in_buckets, f"; in buckets {', '.join(counts)}")
 
 
-class BucketSplit(Split):
+class BucketSplit(RearrangedSplit):
     """One split in buckets; ``SampleIndex.size`` is the bucket."""
 
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         """Find the bucket of each image of ``split``."""
-        super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        self._split, sizes = split, request.config.bucket_sizes
+        super().__init__(request, split)
+        sizes = request.config.bucket_sizes
         self.bucket_of = nearest_bucket(image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
@@ -60,15 +59,6 @@ class BucketSplit(Split):
             config = replace(request.config, ratio=(low, high))
             of_bucket = replace(request, size=(height, width), config=config, view=ImageView())
             self.resized.append(split.with_request(of_bucket))
-
-    def name_of(self, number: int) -> str:
-        return self._split.name_of(number)
-
-    def thumbnail(self, number: int, side: int) -> Image.Image:
-        return self._split.thumbnail(number, side)
-
-    def digest(self) -> str:
-        return self._split.digest()
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
         return BucketSampler(self.bucket_of, batch_size, **how)

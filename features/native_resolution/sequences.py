@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from PIL import Image
 from torchvision.transforms import v2
 
 from data.batch import PADDING, BadImage, Batch, BatchShard, Field, Fields, Sample
@@ -23,7 +22,13 @@ from data.config import GIVE_FLOATS
 from data.decode import OpenImage, open_image
 from data.fake import Zeros
 from data.files import BrokenImageError, DataFolderError
-from data.images import ImageSplit, ImageView, SampleTransform, reading_of
+from data.images import (
+    ImageSplit,
+    ImageView,
+    RearrangedSplit,
+    SampleTransform,
+    reading_of,
+)
 from data.loader import BatchLoader, DatasetLoader, GlobalBatchSampler
 from data.sizes import image_sizes
 from data.source import (
@@ -162,7 +167,7 @@ class SequenceView(ImageView):
         return normalize
 
 
-class PackedSplit(Split):
+class PackedSplit(RearrangedSplit):
     """One split as sequences: a dataset indexed by ``SequenceIndex``. A broken image is replaced by
     another image, resized to the same grid, in training, and by padding in validation.
 
@@ -181,9 +186,8 @@ class PackedSplit(Split):
         pack: PackRequest,
     ) -> None:
         """Determine the size of each image of ``split``, and pack the first epoch."""
-        super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        self.pack = pack
-        self._split, self._transform = split, transform
+        super().__init__(request, split)
+        self.pack, self._transform = pack, transform
         self.sizes = image_sizes(split)
         """Height and width of each image in pixels, (images, 2), int32; 0 x 0 if unreadable."""
         self._grids = grids(self.sizes, self.pack)
@@ -200,15 +204,6 @@ class PackedSplit(Split):
     def samples(self) -> int:
         """The number of sequences of the first epoch."""
         return self._sequences
-
-    def name_of(self, number: int) -> str:
-        return self._split.name_of(number)
-
-    def thumbnail(self, number: int, side: int) -> Image.Image:
-        return self._split.thumbnail(number, side)
-
-    def digest(self) -> str:
-        return self._split.digest()
 
     def facts(self) -> dict[str, Any]:
         of_grids, how = xxhash.xxh3_64_hexdigest(self._grids.data), self.pack
