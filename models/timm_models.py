@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import timm
@@ -159,6 +159,34 @@ class TimmSpec(ModelSpec):
             hidden=last[0].in_features if last else block.in_split[0],  # of a parallel block
             attn_drop_rate=self.settings["attn_drop_rate"],
         )
+
+
+def vision_transformer(spec: ModelSpec, who: str) -> TimmSpec:
+    """Return ``spec`` if its model is a plain VisionTransformer of timm. Raises ModelError, which
+    says that ``who`` requires it."""
+    if not isinstance(spec, TimmSpec) or spec.kind is not VisionTransformer:
+        kind = spec.kind.__name__ if isinstance(spec, TimmSpec) else "another class"
+        raise ModelError(
+            f"{who} requires a VisionTransformer model of timm, and {spec.name} is of {kind}"
+        )
+    return spec
+
+
+def sizes_of_stack(sizes: ModelSizes, blocks: Any, **others: Any) -> ModelSizes:
+    """Return the sizes of another stack of timm's ``blocks`` in the model of these ``sizes``;
+    ``others``: what also differs."""
+    block = blocks[0]
+    return replace(
+        sizes,
+        depth=len(blocks),
+        embed_dim=block.attn.proj.out_features,
+        num_heads=block.attn.num_heads,
+        head_dim=block.attn.head_dim,
+        value_dim=block.attn.head_dim,
+        hidden=block.mlp.fc2.in_features,
+        attn_drop_rate=0.0,
+        **others,
+    )
 
 
 def as_json(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from features.image_text.config import ImageTextConfig
 from models.config import ModelError
 from models.select import select
 from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
-from models.timm_models import BUILT_WITH, TimmSpec
+from models.timm_models import BUILT_WITH, TimmSpec, sizes_of_stack, vision_transformer
 
 IMAGE_BLOCKS, TEXT_BLOCKS = "blocks", "text_blocks"
 """The names of the two stacks of blocks."""
@@ -38,13 +37,7 @@ _SHARED = ("text_projection.", "image_projection.", "logit_")
 def add_to(image: ModelSpec, config: ImageTextConfig, objective: str) -> ModelSpec:
     """Return ``image`` with a text tower. ``config``: with all sizes resolved. Raises ModelError
     for an unsuitable image tower or unsuitable sizes."""
-    if not isinstance(image, TimmSpec) or image.kind is not VisionTransformer:
-        kind = image.kind.__name__ if isinstance(image, TimmSpec) else "another class"
-        raise ModelError(
-            f"<objective> {objective} requires a VisionTransformer model of timm, and {image.name} "
-            f"is of {kind}"
-        )
-    text = config.text
+    image, text = vision_transformer(image, f"<objective> {objective}"), config.text
     if text.width % text.heads:
         raise ModelError(
             f"<text_width> {text.width} is not a multiple of <text_heads> {text.heads}"
@@ -82,21 +75,14 @@ class ImageTextSpec(TimmSpec):
 
     @functools.cached_property
     def stacks(self) -> Mapping[str, ModelSizes]:
-        block: Any = self.meta.text_blocks[0]  # type: ignore[index]
-        tower = self.config.text
-        text = replace(
+        length = self.config.text.length
+        text = sizes_of_stack(
             self.sizes,
-            input_shape=(tower.length,),
-            grid=(tower.length,),
-            num_tokens=tower.length,
-            train_tokens=tower.length,
-            depth=tower.depth,
-            embed_dim=tower.width,
-            num_heads=tower.heads,
-            head_dim=block.attn.head_dim,
-            value_dim=block.attn.head_dim,
-            hidden=block.mlp.fc2.in_features,
-            attn_drop_rate=0.0,
+            self.meta.text_blocks,
+            input_shape=(length,),
+            grid=(length,),
+            num_tokens=length,
+            train_tokens=length,
         )
         return {IMAGE_BLOCKS: self.sizes, TEXT_BLOCKS: text}
 

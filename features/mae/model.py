@@ -23,7 +23,7 @@ from models.config import ModelError
 from models.initialize import initialize
 from models.select import select
 from models.spec import ModelSizes, ModelSpec, StackRun
-from models.timm_models import BUILT_WITH, TimmSpec
+from models.timm_models import BUILT_WITH, TimmSpec, sizes_of_stack, vision_transformer
 
 BLOCKS, DECODER = "blocks", "decoder_blocks"
 """The names of the two stacks of blocks."""
@@ -36,12 +36,7 @@ _LONGEST_WAVE = 10_000.0
 def add_to(encoder: ModelSpec, config: MaeConfig) -> ModelSpec:
     """Return ``encoder`` as a masked autoencoder. Raises ModelError for an unsuitable encoder or
     unsuitable sizes."""
-    if not isinstance(encoder, TimmSpec) or encoder.kind is not VisionTransformer:
-        kind = encoder.kind.__name__ if isinstance(encoder, TimmSpec) else "another class"
-        raise ModelError(
-            f"<objective> mae requires a VisionTransformer model of timm, and {encoder.name} is "
-            f"of {kind}"
-        )
+    encoder = vision_transformer(encoder, "<objective> mae")
     if encoder.meta.pos_embed is None:
         raise ModelError(
             "<objective> mae requires <pos_embed> learn; it sets that embedding to fixed sines "
@@ -103,18 +98,8 @@ class MaeSpec(TimmSpec):
 
     @functools.cached_property
     def stacks(self) -> Mapping[str, ModelSizes]:
-        block: Any = self.meta.decoder_blocks[0]  # type: ignore[index]
-        decoder = replace(
-            self.encoder.sizes,
-            train_tokens=self.encoder.sizes.num_tokens,
-            depth=self._decoder["depth"],
-            embed_dim=self._decoder["width"],
-            num_heads=block.attn.num_heads,
-            head_dim=block.attn.head_dim,
-            value_dim=block.attn.head_dim,
-            hidden=block.mlp.fc2.in_features,
-            attn_drop_rate=0.0,
-        )
+        whole = self.encoder.sizes
+        decoder = sizes_of_stack(whole, self.meta.decoder_blocks, train_tokens=whole.num_tokens)
         return {BLOCKS: self.sizes, DECODER: decoder}
 
     @property
