@@ -8,8 +8,7 @@ only continues these to the weights.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +20,7 @@ from features.image_text.loss import Pairs, WithGradients, contrast, rows_of_chu
 from features.image_text.model import MAX_LOGIT_SCALE, Embedded, ImageTextSpec
 from training.backend import Backend
 from training.data import normalizer
-from training.logs.records import Evaluation
-from training.objectives.base import Measure, Objective
+from training.objectives.base import Measure, Objective, SummedLoss
 from training.schedule import StepRates
 
 if TYPE_CHECKING:
@@ -128,12 +126,12 @@ class ImageTextPairs(Objective):
         return found if self._kind == "siglip" else {"logit_scale": scale}
 
     def measure(self, images: int = 0) -> Measure:
-        return BatchLoss(self)
+        return SummedLoss(self._sums)
 
     @torch.no_grad()
-    def sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch of an evaluation times its number of pairs, and that number,
-        over all replicas."""
+    def _sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch of an evaluation, whose pairs are compared with each other,
+        times their number, and that number, over all replicas."""
         index = batch["index"]
         count = self._backend.sum((index != PADDING).sum().float())
         loss, _ = contrast(
@@ -146,21 +144,3 @@ class ImageTextPairs(Objective):
             gradients=False,
         )
         return torch.stack([self._backend.mean(loss) * count, count])
-
-
-class BatchLoss(Measure):
-    """The mean loss over batches, whose pairs are compared with each other."""
-
-    def __init__(self, objective: ImageTextPairs) -> None:
-        self._objective = objective
-        self._loss = self._pairs = 0.0
-
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        return {"sums": self._objective.sums(model, batch)}
-
-    def add(self, values: Mapping[str, list[float]]) -> None:
-        loss, pairs = values["sums"]
-        self._loss, self._pairs = self._loss + loss, self._pairs + pairs
-
-    def result(self) -> Evaluation:
-        return Evaluation(self._loss / (self._pairs or math.nan), images=int(self._pairs))
