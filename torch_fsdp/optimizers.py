@@ -193,12 +193,13 @@ def update_unless(
     skipped: Tensor,
 ) -> None:
     """Take the step of one parameter of the ``group``, unless ``skipped``."""
-    old = {"": part.detach()} | optimizer.state[part]
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    optimizer.update(part, new[""], new, group)
+    weights, state = part.detach(), optimizer.state[part]
+    new_weights, new_state = weights.clone(), {name: old.clone() for name, old in state.items()}
+    optimizer.update(part, new_weights, new_state, group)
     skips = skipped.to(part.device) > 0
-    for name, tensor in old.items():
-        _copy_unless(skips, tensor, new[name])
+    _copy_unless(skips, weights, new_weights)
+    for name, old in state.items():
+        _copy_unless(skips, old, new_state[name])
 
 
 def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:

@@ -135,8 +135,8 @@ def allocate_state(
     group. ``zeros_like`` and ``scalar`` return moments and a counter for a parameter."""
     for group in optimizer.param_groups:
         rule, added = group["rule"], elementwise(group["rule"])
-        counts = added.counts_steps if added else rule == "adamw"
+        counts, names = added.counts_steps if added else rule == "adamw", moments_of(rule)
         for parameter in group["params"]:
             counter = {"step": scalar(parameter)} if counts else {}
-            moments = {name: zeros_like(parameter) for name in moments_of(rule)}
+            moments = {name: zeros_like(parameter) for name in names}
             optimizer.state[parameter] = counter | moments
