@@ -139,23 +139,21 @@ class LogitAdjustment(Feature):
         "--save_bad_step": "tools.replay_step does not know the sizes of the classes",
     }
 
-    def check_data(self, run: Run, data: DataSource) -> None:
-        from data.classes import class_sizes
-        from training.data import data_errors_as_usage_errors
+    def check_data(self, run: Run, data: DataSource) -> np.ndarray:
+        """Return what is added to the logit of each class, (classes,) fp64."""
+        from data.classes import class_sizes, log_priors
 
+        tau: Any = run.config.of(ClassWeightsConfig).logit_adjustment
         with data_errors_as_usage_errors():
-            class_sizes(data, self.shown(run.config))
+            sizes = class_sizes(data, self.shown(run.config))
+        return tau * log_priors(sizes, run.model.sizes.num_classes)
 
     def hooks(self, training: Training) -> Sequence[Hook]:
         import torch
 
-        from data.classes import class_sizes, log_priors
         from training.objectives.classify import Classification
 
-        run = training.run
-        tau: Any = run.config.of(ClassWeightsConfig).logit_adjustment
-        sizes = class_sizes(training.data, self.shown(run.config))
-        terms = tau * log_priors(sizes, run.model.sizes.num_classes)
+        terms = training.opened[type(self)]
         assert isinstance(training.objective, Classification)
         training.objective.adjust_logits(torch.tensor(terms, dtype=torch.float32))
         training.session.reports.say(
