@@ -121,6 +121,16 @@ def test_the_example_is_short():
     assert len(EXAMPLE.splitlines()) <= 80
 
 
+def check_losses(losses, flags, folder):
+    """They are the same if stopped after three steps and continued by two processes, and on XLA."""
+    train_tiny_gpu(folder / "parts", *flags, "--max_steps", "3")
+    parts = train_tiny_gpu(folder / "parts", *flags, processes=2)
+    assert parts.column("loss") == pytest.approx(losses, rel=1e-5)
+    if HAS_XLA:
+        on_xla = train_tiny(folder / "xla", *flags, devices=2)
+        assert on_xla.column("loss") == pytest.approx(losses, rel=1e-5)
+
+
 def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path):
     """Stopped after three steps, and continued on another number of processes."""
     flags = [*objective(rotation), "--num_workers", "1"]
@@ -131,12 +141,7 @@ def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path
     (name,) = recorded["arguments"]["extension"]
     assert re.search(r"rotation\.py@sha256:[0-9a-f]{16}$", name)
     assert f"extension: {name}\n" in whole.stdout
-    train_tiny_gpu(tmp_path / "parts", *flags, "--max_steps", "3")
-    parts = train_tiny_gpu(tmp_path / "parts", *flags, processes=2)
-    assert parts.column("loss") == pytest.approx(losses, rel=1e-5)
-    if HAS_XLA:
-        on_xla = train_tiny(tmp_path / "xla", *flags, devices=2)
-        assert on_xla.column("loss") == pytest.approx(losses, rel=1e-5)
+    check_losses(losses, flags, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -275,17 +280,12 @@ def test_a_model_family(tmp_path, capsys):
 
 def test_an_optimizer(tmp_path):
     """AdamW by the interface of extensions is the program's AdamW, also resumed on another number
-    of devices, with groups of parameters and with a step that is left out."""
+    of devices, with groups of parameters."""
     flags = ["--layer_decay", "0.7", "--no_decay", "norms", "--num_workers", "1"]
     words = [*extension(tmp_path, "copied", ADAMW), "--optimizer", "copied", *flags]
     theirs = train_tiny_gpu(tmp_path / "theirs", *flags).column("loss")
     assert len(set(theirs)) > 3
-    train_tiny_gpu(tmp_path / "parts", *words, "--max_steps", "3")
-    parts = train_tiny_gpu(tmp_path / "parts", *words, processes=2)
-    assert parts.column("loss") == pytest.approx(theirs, rel=1e-5)
-    if HAS_XLA:
-        on_xla = train_tiny(tmp_path / "xla", *words, devices=2)
-        assert on_xla.column("loss") == pytest.approx(theirs, rel=1e-5)
+    check_losses(theirs, words, tmp_path)
 
 
 def test_the_documented_optimizer(tmp_path):
