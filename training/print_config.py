@@ -43,11 +43,9 @@ def _json(run: Run) -> str:
 def _file_of_flags(run: Run) -> str:
     """Return the flags that are set or have another value than their default, one a line, after
     comments about the run."""
-    batch_size, shards = run.config.data.batch_size, run.mesh.batch_shards
-    each = f" = {shards} x {batch_size // shards:,}" if shards > 1 else ""
     comments = [
         f"# {run.model.name}, {run.model.parameter_count:,} parameters",
-        f"# {run.mesh.devices} device(s), {run.mesh}, global batch {batch_size:,}{each}",
+        f"# {run.mesh.devices} device(s), {run.mesh}, {run.global_batch_line}",
     ]
     values = run.values
     secret = {

@@ -82,6 +82,13 @@ class Run(Generic[BackendConfig, Plan]):
         return f"{model.name}, {model.parameter_count:,} parameters{typed and f' ({typed})'}"
 
     @property
+    def global_batch_line(self) -> str:
+        """What is said of the global batch: its images and, if there are several, its shards."""
+        images, shards = self.config.data.batch_size, self.mesh.batch_shards
+        each = f" = {shards} x {images // shards:,}" if shards > 1 else ""
+        return f"global batch {images:,}{each}"
+
+    @property
     def ckpt_dir(self) -> Path:
         return folder_at(self.config.checkpoints.ckpt_dir)
 

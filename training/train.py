@@ -306,9 +306,7 @@ def _describe(run: Run, session: loop.Session, start: Start, at: Position) -> No
     if session.last_step <= at.step:
         say(f"nothing left to train: step {at.step} is reached")
     else:
-        shards = run.mesh.batch_shards
-        each = f" = {shards} x {batch_size // shards:,}" if shards > 1 else ""
-        say(f"training to step {session.last_step:,}, global batch {batch_size:,}{each}")
+        say(f"training to step {session.last_step:,}, {run.global_batch_line}")
 
 
 def _not_finite(run: Run, session: loop.Session, saver: CheckpointSaver, step: int) -> RunFailed:
