@@ -12,8 +12,8 @@ from data.files import DataFolderError, SizeLimit
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table in memory."""
+class TextTable:
+    """A table in memory, whose cells are text."""
 
     name: str
     """The file."""
@@ -23,7 +23,7 @@ class Table:
     columns; "" for what is missing."""
 
 
-def open_csv(flag: str, file: str, limit: SizeLimit) -> Table:
+def open_csv(flag: str, file: str, limit: SizeLimit) -> TextTable:
     """Return the table in a file or at a URL, in UTF-8, whose first line names the columns, with
     commas, semicolons or tabs in between. Raises DataFolderError, naming ``flag``, also while the
     table is read."""
@@ -54,4 +54,4 @@ def open_csv(flag: str, file: str, limit: SizeLimit) -> Table:
                 cells += [""] * (len(names) - len(cells))
                 yield where, [cells[place].strip() for place in places]
 
-    return Table(file, names, read)
+    return TextTable(file, names, read)

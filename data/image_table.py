@@ -19,7 +19,7 @@ from data import files, tables
 from data.batch import class_counts
 from data.class_order import in_order
 from data.config import DataConfig
-from data.csv_table import Table, open_csv
+from data.csv_table import TextTable, open_csv
 from data.decode import SUFFIXES
 from data.files import DataFolderError, first_of, is_url
 from data.index import SPLITS, FolderIndex
@@ -103,7 +103,7 @@ _SIZE = files.SizeLimit("a table of labels", 2**30)
 """More than ten million files."""
 
 
-def _open(config: DataConfig) -> Table:
+def _open(config: DataConfig) -> TextTable:
     file = config.labels
     assert file is not None
     if not file.lower().endswith(".parquet"):
@@ -112,7 +112,7 @@ def _open(config: DataConfig) -> Table:
         return _parquet(file, files.read_bytes(file, limit=_SIZE))
 
 
-def _parquet(file: str, content: bytes) -> Table:
+def _parquet(file: str, content: bytes) -> TextTable:
     if tables.pq is None:
         raise DataFolderError(
             f"--labels {file} requires the package pyarrow: python3 -m pip install pyarrow"
@@ -135,7 +135,7 @@ def _parquet(file: str, content: bytes) -> Table:
                     number += 1
                     yield f"row {number} of {file}", [cell(value) for value in cells]
 
-    return Table(file, opened.schema_arrow.names, read)
+    return TextTable(file, opened.schema_arrow.names, read)
 
 
 # -- its columns -----------------------------------------------------------------------
@@ -152,7 +152,9 @@ class _Columns:
     group: str | None
 
     @classmethod
-    def of(cls, table: Table, config: DataConfig, *, labels: bool, multi_label: bool) -> _Columns:
+    def of(
+        cls, table: TextTable, config: DataConfig, *, labels: bool, multi_label: bool
+    ) -> _Columns:
         """Choose the columns. Raises DataFolderError if one is missing."""
         path, *of_labels = config.columns or ("path", "label")
         if not labels:
@@ -206,7 +208,7 @@ class _Rows:
 
 
 def _read_rows(
-    table: Table, columns: _Columns, config: DataConfig, suffixes: tuple[str, ...]
+    table: TextTable, columns: _Columns, config: DataConfig, suffixes: tuple[str, ...]
 ) -> _Rows:
     """Read the rows, and find their files. Raises DataFolderError."""
     rows = _Rows([], [], [], [], [])
@@ -355,7 +357,9 @@ def _in_order(names: set[str], class_map: str | None) -> list[str]:
     return in_order(classes, class_map=class_map)
 
 
-def _one_label(table: Table, rows: _Rows, class_map: str | None) -> tuple[list[str], np.ndarray]:
+def _one_label(
+    table: TextTable, rows: _Rows, class_map: str | None
+) -> tuple[list[str], np.ndarray]:
     """Return the classes, and the label of each row, (rows,), int32. Raises DataFolderError."""
     names = [label for (label,) in rows.labels]
     for place, name in zip(rows.places, names, strict=True):
@@ -373,7 +377,7 @@ def _one_label(table: Table, rows: _Rows, class_map: str | None) -> tuple[list[s
 
 
 def _several_labels(
-    table: Table, columns: _Columns, rows: _Rows, class_map: str | None
+    table: TextTable, columns: _Columns, rows: _Rows, class_map: str | None
 ) -> tuple[list[str], np.ndarray]:
     """Return the classes, and which labels each row has, (rows, classes), uint8: of one column,
     names between "|"; of several, those whose column has 1. Raises DataFolderError."""
@@ -411,7 +415,7 @@ VAL_FRACTION = 0.2
 
 
 def _splits(
-    table: Table, columns: _Columns, rows: _Rows, labels: np.ndarray, config: DataConfig
+    table: TextTable, columns: _Columns, rows: _Rows, labels: np.ndarray, config: DataConfig
 ) -> np.ndarray:
     """Return the split of each row: train, val, or "split NAME" for others. Raises
     DataFolderError."""

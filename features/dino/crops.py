@@ -22,11 +22,7 @@ from data.decode import OpenImage
 from data.files import DataFolderError
 from data.images import ImageView, SampleTransform
 from data.open import draw_samples
-from data.source import (
-    BatchSizes,
-    DatasetRequest,
-    Pictures,
-)
+from data.source import BatchSizes, DatasetRequest, Pictures
 from data.transforms import grayscale, random_box, resized_parts, training_modes
 
 GLOBALS = 2

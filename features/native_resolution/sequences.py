@@ -31,12 +31,7 @@ from data.images import (
 )
 from data.loader import BatchLoader, DatasetLoader, GlobalBatchSampler
 from data.sizes import image_sizes
-from data.source import (
-    Constant,
-    DatasetRequest,
-    DataSource,
-    Split,
-)
+from data.source import Constant, DatasetRequest, DataSource, Split
 from data.transforms import SizedTransform, TrainTransform, seeded, whole_image
 from features.native_resolution.packing import (
     NUMBERS,

@@ -23,11 +23,7 @@ from data.source import DataSource
 from training.backend import Backend
 from training.checkpoints.compatible import check_same_classes, check_unnamed_classes
 from training.config import RunConfig
-from training.data import (
-    dataset_request,
-    input_of,
-    open_images,
-)
+from training.data import dataset_request, input_of, open_images
 from training.errors import NOT_FINITE, RunFailed, UsageError, data_errors_as_usage_errors
 from training.evaluation.class_report import gather_class_report
 from training.evaluation.evaluate import evaluate
