@@ -340,7 +340,7 @@ class Split(Dataset):
 
         Random draws depend only on the seed, the epoch and ``index``. Raises BrokenImageError.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define load_sample()")
 
     def digest(self) -> str:
         """Return a checksum that identifies the split's images and their order."""
@@ -378,6 +378,11 @@ class Split(Dataset):
                     f"{name}, {by}: use another --data_source or --objective"
                 )
             value = values[name]
+            if not isinstance(value, torch.Tensor):
+                raise DataFolderError(
+                    f"{printable(self.name_of(number))}: its field {name} is a "
+                    f"{type(value).__name__} and not a torch.Tensor"
+                )
             if value.shape != each.shape or value.dtype != each.dtype:
                 raise DataFolderError(
                     f"{printable(self.name_of(number))}: its field {name} is "
@@ -405,6 +410,9 @@ class Split(Dataset):
             except BrokenImageError as error:
                 name = printable(self.name_of(number))
                 bad.append((name, str(error), number))
+            except Exception as error:
+                error.add_note(f"This is an error in reading {printable(self.name_of(number))}.")
+                raise
         if self.is_train:
             name, reason, _ = bad[0]
             raise DataFolderError(
@@ -412,6 +420,12 @@ class Split(Dataset):
                 "its place"
             )
         return None, PADDING, bad
+
+    def check_first_sample(self) -> None:
+        """Read the first sample in this process. Raises DataFolderError if it is not as its fields
+        are declared."""
+        if len(self):
+            next(iter(self.batches_of([0], 1, BatchShard()).epoch(0)), None)
 
     def with_index(self) -> Self:
         """Return a copy whose samples have the field ``index``, in training, too."""

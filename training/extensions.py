@@ -7,11 +7,13 @@ own name, from a folder at the end of ``sys.path``, so that loader processes fin
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -67,18 +69,14 @@ def use_extensions(names: Sequence[str]) -> None:
                 f"--extension {name}: its checksum is {_PIN[1:]}{_checksum(module)}: use the file "
                 f"as it was, or pass --extension {path}"
             )
-        found = [
-            each
-            for each in vars(module).values()
-            if isinstance(each, type)
-            and issubclass(each, Feature)
-            and each.__module__ == module.__name__
-        ]
+        found = [each for each in _classes_of(module) if issubclass(each, Feature)]
         if not found:
             raise UsageError(
                 f"--extension {path} defines no subclass of training.feature.Feature "
                 "(docs/extending.md)"
             )
+        for feature in found:
+            _check_names(feature, path)
         added += found
     set_added_features(added)
     set_added_families({prefix: where for each in added for prefix, where in each.families.items()})
@@ -90,13 +88,44 @@ def pinned(name: str) -> str:
     return f"{path}{_PIN}{_checksum(_loaded[path])}"
 
 
+def _check_names(feature: type[Feature], path: str) -> None:
+    """Raise UsageError for a misspelled method or attribute: nobody would call it."""
+    known = [name for name in dir(Feature) if not name.startswith("_")]
+    for name in vars(feature):
+        if name.startswith("_") or name in known:
+            continue
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise UsageError(
+                f"--extension {path}: {feature.__name__}.{name} is not a name of a feature: did you "
+                f"mean {near[0]}? For something of your own, choose another name"
+            )
+
+
 def explain(error: BaseException) -> None:
-    """If an extension raised the error, add a note that says so to its traceback."""
+    """If an extension raised the error, or is to blame, add a note that says so to its
+    traceback."""
     frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    words = set(re.findall(r"\w+", str(error)))
     for name, module in _loaded.items():
         file = str(module.__file__)
-        if file in frames or file in str(error):  # the latter from a loader process
-            error.add_note(f"This is an error in {file} (--extension {name}).")
+        lacks_method = isinstance(error, TypeError | NotImplementedError) and any(
+            each.__name__ in words for each in _classes_of(module)
+        )
+        if file in frames or file in str(error) or lacks_method:  # the second: a loader process
+            error.add_note(_whose(file, name))
+
+
+def _whose(file: str, name: str) -> str:
+    return f"This is an error in {file} (--extension {name})."
+
+
+def _classes_of(module: ModuleType) -> list[type]:
+    """Return the classes that the module defines."""
+    return [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and each.__module__ == module.__name__
+    ]
 
 
 def _import_file(path: str) -> ModuleType:
@@ -112,7 +141,11 @@ def _import_file(path: str) -> ModuleType:
     found = importlib.util.find_spec(name)
     if found is None or found.origin != full:
         raise UsageError(f"--extension {path}: a module {name} exists already: rename the file")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        error.add_note(_whose(full, path))
+        raise
 
 
 def _import_module(name: str) -> ModuleType:

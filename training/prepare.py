@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 
-from data.batch import SampleIndex
 from training.backend import Backend
 from training.checkpoints.choose import Start, choose_start
 from training.checkpoints.compatible import check, check_unnamed_classes
@@ -61,10 +60,10 @@ def prepare_training(
     config, checkpoints, expected_s = run.config, run.config.checkpoints, read_expectation(run)
     data = open_images(run)
     run = run.with_data(intensity=data.intensity)  # with what the images decide
-    if config.extension:  # are samples as its view declares them?
+    if config.extension:  # whose view, or source, nobody else has tried
         with data_errors_as_usage_errors():
-            for split in filter(len, data.splits.values()):
-                split[SampleIndex(epoch=0, index=0)]
+            for split in data.splits.values():
+                split.check_first_sample()
     progress = check(start, run, data)
     initial = None
     if weights:

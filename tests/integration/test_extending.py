@@ -144,6 +144,10 @@ def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path
     check_losses(losses, flags, tmp_path)
 
 
+def test_fake_data(rotation, tmp_path):
+    train_tiny_gpu(tmp_path, *objective(rotation), "--fake_data", "--max_steps", "1")
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -225,6 +229,7 @@ def test_the_plan_counts_images_of_an_added_source(pairs, tmp_path):
             "from_numpy(depth).double()}",
             "is float64 (16, 16) and not float32",
         ),
+        ("torch.from_numpy(depth)}", "depth}", "0.png: its field depth is a ndarray and not a"),
     ],
 )
 def test_samples_that_are_not_as_declared(given, instead, told, pairs, tmp_path):
@@ -240,6 +245,33 @@ def test_samples_that_are_not_as_declared(given, instead, told, pairs, tmp_path)
 @pytest.mark.parametrize(
     ("given", "instead", "told"),
     [
+        ("import glob", "import absent", ["No module named 'absent'"]),
+        ("def load_sample(", "def load_samples(", ["Pairs must define load_sample()"]),
+        ("def loss(", "def los(", ["abstract class DepthObjective", "abstract method loss"]),
+        (
+            "        image = torch.from_numpy",
+            "        assert not number, 'unlucky'\n        image = torch.from_numpy",
+            ["unlucky", "This is an error in reading ", "/data/train/"],
+        ),
+    ],
+)
+def test_errors_of_an_extension_say_so(given, instead, told, pairs, tmp_path):
+    """One in a loader process, too."""
+    path, content = tmp_path / "pairs_of_a_test.py", PAIRS + DEPTH
+    assert given in content
+    path.write_text(content.replace(given, instead))
+    words = ["--backend", "cuda", *tiny(tmp_path / "run"), *pairs, "--num_workers", "1"]
+    done = run_program("run_vit_training.py", *words)
+    assert done.returncode == 1
+    assert f"This is an error in {path} (--extension {path})." in done.stderr
+    for words in told:
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "told"),
+    [
+        ("def extend_model(", "def extend_modell(", "did you mean extend_model?"),
         ('("--objective rotation",)', '("--objective rotatoin",)', "Rotation.turned_on_by has"),
         ('{"--vflip"', '{"--vflop"', "Rotation.excludes has --vflop, but there is no such flag"),
         ('{"objective"', '{"objectiv"', "Rotation.choices has objectiv, but no flag"),

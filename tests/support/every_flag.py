@@ -234,6 +234,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "img_size": "--image_size 8 16 16",
         "in_chans": "--in_chans 1",
     }
+    photographs = {"data_source": "--data_source folder"}
     pairs = {
         "data_source": "--fake_data",
         "text_depth": "--text_depth 1",
@@ -272,7 +273,10 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         },
         "--objective siglip": pairs,
         "--objective clip": pairs,
-        "--multi_label": {
+        "--logit_adjustment 0.5": photographs,
+        "--logit_adjustment 1": photographs,
+        "--multi_label": photographs
+        | {
             "labels": f"--labels {folder}/images.csv",
             "bce_loss": "--bce_loss",
             "num_classes": "--num_classes 10",

@@ -69,6 +69,7 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
         ),
         ema=EmaConfig(model_ema=config.ema.model_ema),
         sharding=config.sharding,
+        extension=config.extension,
     )
     step = step.with_flags(
         *(flags for flags in config.feature_flags if type(flags) in flags_of_weights())

@@ -193,6 +193,7 @@ def test_several_sizes_over_a_training(folder):
 def test_fake_data_has_its_fields(monkeypatch):
     monkeypatch.setitem(fake.LENGTHS, "val", 7)
     data = opened("", source="fake")
+    data.splits["train"].check_first_sample()
     train = next(data.train_loader(BATCH, BatchShard(1, 2, range(2, 12))).epoch(0))
     assert {name: tuple(values.shape) for name, values in train.items()} == {
         "detail": (2, 10, 16, 3),

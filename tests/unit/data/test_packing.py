@@ -524,6 +524,8 @@ def test_a_row_group_is_read_once_for_all_sequences_that_are_read_together(
 def test_digits(source):
     request = PackRequest((4, 4), 0, 60, 30, 49, False, (1.0, 1.0), 0.0)
     data = opened("", request, data_source=source)
+    for split in data.splits.values():
+        split.check_first_sample()
     batch = next(data.train_loader(4, BatchShard()).epoch(0))
     for sequence in sequences([batch]):
         grids_ = [grid for _, grid, *_ in check_sequence(sequence, request)]
@@ -534,6 +536,7 @@ def test_fake_sequences_are_full(monkeypatch):
     monkeypatch.setitem(fake.LENGTHS, "val", 50)
     request = replace(REQUEST, drop_rate=0.5)
     data = opened("", request, data_source="fake")
+    data.splits["train"].check_first_sample()
     batch = next(data.train_loader(4, BatchShard(1, 2)).epoch(0))
     assert [len(check_sequence(one)) for one in sequences([batch])] == [4, 4]  # 40 // (2 + 16 / 2)
     assert batch["batch_images"].tolist() == [16, 16]
