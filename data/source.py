@@ -72,6 +72,8 @@ class DatasetRequest:
     ``Split.sampler``, in place of that; None: the split's own."""
     opened_by: Callable[[DatasetRequest], DataSource] | None = None
     """What opens the source; None: the function of ``OPENED_BY``."""
+    flags: Any = None
+    """The flags of the feature that adds the source; None for the program's own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from training.errors import data_errors_as_usage_errors
 from training.feature_table import features
 
 if TYPE_CHECKING:
+    from training.config import RunConfig
     from training.resolve import Run
 
 
@@ -47,13 +49,18 @@ def dataset_request(
         augment=augment,
         view=view_of(run, augment=augment),
         sampler=next(filter(None, (each.sampler(run) for each in active)), None),
-        opened_by=opener_of(run.config.data.data_source),
+        opened_by=opener_of(run.config),
     )
 
 
-def opener_of(data_source: str) -> Callable[[DatasetRequest], DataSource] | None:
-    """Return what opens a source that a feature adds; None for the program's own."""
-    return next(filter(None, (each.sources.get(data_source) for each in features())), None)
+def opener_of(config: RunConfig) -> Callable[[DatasetRequest], DataSource] | None:
+    """Return what opens a source that a feature adds, given a request without the feature's flags;
+    None for the program's own."""
+    for feature in features():
+        if open_source := feature.sources.get(config.data.data_source):
+            flags = config.of(feature.flags) if feature.flags else None
+            return lambda request: open_source(replace(request, flags=flags))
+    return None
 
 
 def view_of(run: Run, *, augment: bool) -> View:

@@ -206,6 +206,41 @@ def test_a_source_of_two_tensors_with_two_heads(pairs, tmp_path):
         assert on_xla.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
 
 
+FLAGGED = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from config_fields import flag, positive
+from data.files import DataFolderError
+from training.feature import Feature
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    group: ClassVar[str] = "data"
+    noise_level: int = flag(3, "amount of noise", kind=positive, requires=("data_source=noise",))
+
+
+def open_noise(request):
+    raise DataFolderError(f"level {request.flags.noise_level}")
+
+
+class Noise(Feature):
+    flags = NoiseConfig
+    choices = {"data_source": {"noise": "noise"}}
+    sources = {"noise": open_noise}
+"""
+"""A source that has a flag."""
+
+
+@pytest.mark.parametrize(("given", "level"), [([], 3), (["--noise_level", "5"], 5)])
+def test_a_source_is_given_its_flags(given, level, tmp_path, capsys):
+    words = [*extension(tmp_path, "noise_of_a_test", FLAGGED), "--data_source", "noise", *given]
+    line = told_in_one_line(capsys, "--backend", "cuda", *tiny(tmp_path / "run"), *words)
+    assert line.rstrip().endswith(f"level {level}")
+    sys.modules.pop("noise_of_a_test", None)
+
+
 def test_the_plan_counts_images_of_an_added_source(pairs, tmp_path):
     if not HAS_XLA:
         pytest.skip("no libtpu")

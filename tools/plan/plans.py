@@ -113,7 +113,7 @@ def find_work(config: RunConfig, model: ModelSpec, train_images: int | None) -> 
             classes,
             config.seed,
             labels=labels,
-            opened_by=opener_of(data.data_source),
+            opened_by=opener_of(config),
         )
         try:
             images = open_data(wanted).train_length
