@@ -96,8 +96,8 @@ def _check_names(feature: type[Feature], path: str) -> None:
             continue
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise UsageError(
-                f"--extension {path}: {feature.__name__}.{name} is not a name of a feature: did you "
-                f"mean {near[0]}? For something of your own, choose another name"
+                f"--extension {path}: features have no {name} ({feature.__name__}): did you mean "
+                f"{near[0]}? For something of your own, use another name"
             )
 
 
