@@ -12,7 +12,7 @@ from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 
 if TYPE_CHECKING:
-    from data.source import View
+    from data.source import DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
@@ -94,10 +94,21 @@ class ImageText(Feature):
         text, keys = flags.text, tuple(flags.caption_key or ())
         return ImageTextView(text.length, text.vocab_size, open_tokenizer(run.config), keys)
 
+    def check_data(self, run: Run, data: DataSource) -> str | None:
+        """Return what the log says of texts."""
+        from features.image_text.view import describe_texts
+
+        name = run.config.of(ImageTextConfig).tokenizer
+        if name is None or run.config.data.data_source == "fake":
+            return None
+        return describe_texts(data.splits["train"], name)
+
     def hooks(self, training: Training) -> Sequence[Hook]:
         from features.image_text.tokenizer_files import save_copy
 
         run, session = training.run, training.session
+        if line := training.opened[type(self)]:
+            session.reports.say(line)
         if session.backend.is_main:
             try:
                 save_copy(run.config, run.ckpt_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from data.batch import Batch, Field
 from data.config import OPENED_BY
 from data.files import BrokenImageError, DataFolderError
 from data.images import ImageSplit, ImageView
-from data.source import NO_VALUES, DatasetRequest, DataSource, Value
+from data.source import NO_VALUES, DatasetRequest, DataSource, Split, Value
 from features.image_text.captions import NAMES, captions_of, read_captions
 from features.image_text.tokenizer import Tokenizer
 
@@ -90,3 +91,22 @@ class ImageTextView(ImageView):
                     "--caption_key"
                 )
         return super().arrange(request, name, splits)
+
+
+_COUNTED = 256
+
+
+def describe_texts(split: Split, name: str) -> str:
+    """Return what a log says of the texts of a split: the tokenizer with this ``name``, and how
+    many of the first captions are truncated."""
+    view = split.request.view
+    assert isinstance(view, ImageTextView) and view.tokenizer is not None
+    tokenizer, lengths = view.tokenizer, list[bool]()
+    for number in range(min(_COUNTED, len(split))):
+        with contextlib.suppress(BrokenImageError):
+            lengths += map(tokenizer.is_truncated, read_captions(split, number))
+    form = ", of canonical texts" if tokenizer.canonical else ""
+    return (
+        f"texts: tokenizer {name} with {tokenizer.vocab_size:,} tokens{form}; {sum(lengths)} of the "
+        f"first {len(lengths)} captions are truncated to --text_length {view.length}"
+    )

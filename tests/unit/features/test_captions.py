@@ -6,6 +6,7 @@ import pytest
 
 from data.batch import BatchShard, SampleIndex
 from data.files import DataFolderError
+from data.pack import main as pack
 from tests.support.archives import write_tar
 from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
 from tests.support.loading import check_same_epochs, concatenated
@@ -76,6 +77,26 @@ def test_img2dataset_as_it_is(tmp_path):
         assert "val" not in source.splits
         expected = [f"pair {shard:05}{n:04}" for shard in range(2) for n in range(4)]
         assert texts(source.splits["train"]) == expected
+
+
+def test_packed_captions_are_those_of_the_table(tmp_path, monkeypatch, capsys):
+    flags = write_pairs(tmp_path, "csv")
+    command = f"data.pack {tmp_path} {tmp_path}/shards --labels {flags['labels']} --workers 1"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--without_labels", "--captions", "caption"])
+    pack()
+    table, shards = opened(tmp_path, flags), opened(tmp_path / "shards", PACKED)
+    for name in ROWS:
+        for epoch in range(4):
+            ours, expected = (texts(each.splits[name], epoch) for each in (shards, table))
+            assert ours == expected
+    monkeypatch.setattr("sys.argv", [*command.split(), "--without_labels", "--captions", "title"])
+    (tmp_path / "shards").rename(tmp_path / "packed")
+    with pytest.raises(SystemExit):
+        pack()
+    assert "pairs.csv has no column title for the caption of an image" in capsys.readouterr().err
+
+
+PACKED = {"data_source": "webdataset"}
 
 
 def test_several_keys_are_several_captions(tmp_path):
