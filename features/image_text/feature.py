@@ -12,7 +12,7 @@ from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 
 if TYPE_CHECKING:
-    from data.source import DataSource, View
+    from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
@@ -21,6 +21,12 @@ _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
 _NO_DECAY = ("norms", "biases", "embeddings")
 """As both papers' codes have it; above all, scale and bias are not drawn to zero."""
+
+
+def _open_captioned(request: DatasetRequest) -> DataSource:
+    from features.image_text.captioned_mosaics import open_captioned
+
+    return open_captioned(request)
 
 
 class ImageText(Feature):
@@ -33,8 +39,10 @@ class ImageText(Feature):
         "objective": {
             "siglip": "images and texts by sigmoids",
             "clip": "images and texts by softmax",
-        }
+        },
+        "data_source": {"captioned_mosaics": "digits with captions"},
     }
+    sources = {"captioned_mosaics": _open_captioned}
     excludes = {
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",

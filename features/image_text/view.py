@@ -17,7 +17,7 @@ from data.source import NO_VALUES, DatasetRequest, DataSource, Split, Value
 from features.image_text.captions import NAMES, captions_of, read_captions
 from features.image_text.tokenizer import Tokenizer
 
-_WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder")
+_WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder", "captioned_mosaics")
 _TRIED = 16
 """Number of first pairs of a split, of which one must have a caption."""
 
@@ -44,7 +44,7 @@ class ImageTextView(ImageView):
 
     def check(self, request: DatasetRequest) -> None:
         kind = request.config.data_source
-        if kind == "fake" or kind not in OPENED_BY:
+        if kind == "fake" or kind not in (*OPENED_BY, *_WITH_CAPTIONS):
             return
         if kind not in _WITH_CAPTIONS:
             raise DataFolderError(
@@ -100,13 +100,14 @@ def describe_texts(split: Split, name: str) -> str:
     """Return what a log says of the texts of a split: the tokenizer with this ``name``, and how
     many of the first captions are truncated."""
     view = split.request.view
-    assert isinstance(view, ImageTextView) and view.tokenizer is not None
+    assert isinstance(view, ImageTextView)
+    assert view.tokenizer is not None
     tokenizer, lengths = view.tokenizer, list[bool]()
     for number in range(min(_COUNTED, len(split))):
         with contextlib.suppress(BrokenImageError):
             lengths += map(tokenizer.is_truncated, read_captions(split, number))
     form = ", of canonical texts" if tokenizer.canonical else ""
     return (
-        f"texts: tokenizer {name} with {tokenizer.vocab_size:,} tokens{form}; {sum(lengths)} of the "
-        f"first {len(lengths)} captions are truncated to --text_length {view.length}"
+        f"texts: tokenizer {name} with {tokenizer.vocab_size:,} tokens{form}; {sum(lengths)} of "
+        f"the first {len(lengths)} captions are truncated to --text_length {view.length}"
     )

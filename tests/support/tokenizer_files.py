@@ -15,7 +15,7 @@ SENTENCES = [
 
 
 def save_clip_tokenizer(folder: Path, more: Sequence[str] = ()) -> Any:
-    """Save transformers' ``CLIPTokenizer`` with a small vocabulary, and ``more`` tokens, to a folder."""
+    """Save transformers' ``CLIPTokenizer`` with a small vocabulary, which has ``more`` tokens."""
     from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

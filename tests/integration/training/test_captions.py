@@ -104,6 +104,6 @@ def test_a_tokenizer_on_the_hub(made, tmp_path):
         refused = run_program(*command, "hf-hub:us/vit", variables=variables)
         assert refused.returncode == 2
         assert "this repository has no tokenizer.json: use one that has" in refused.stderr
-    assert not [path for path in (tmp_path / "cache").rglob("*.safetensors")]
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
     offline = run_program(*command, f"hf-hub:us/clip@{commit}", variables=variables)
     assert offline.stdout == done.stdout
