@@ -166,7 +166,7 @@ def counted() -> list[Scene]:
 
     def scene(count: int, digit: int) -> Scene:
         words = several(count, digit)
-        captions = [words, f"there are {words}", f"{_PLURALS[digit]}, {_NAMES[count]} of them"]
+        captions = [words, f"there are {words}", f"exactly {words}"]
         return Scene(captions, lambda random: _anywhere(random, [digit] * count))
 
     return [scene(*each) for each in itertools.product(range(2, 6), DIGITS)]

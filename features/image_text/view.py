@@ -106,8 +106,8 @@ def describe_texts(split: Split, name: str) -> str:
     for number in range(min(_COUNTED, len(split))):
         with contextlib.suppress(BrokenImageError):
             lengths += map(tokenizer.is_truncated, read_captions(split, number))
-    form = ", of canonical texts" if tokenizer.canonical else ""
+    form = ", canonical" if tokenizer.canonical else ""
     return (
-        f"texts: tokenizer {name} with {tokenizer.vocab_size:,} tokens{form}; {sum(lengths)} of "
-        f"the first {len(lengths)} captions are truncated to --text_length {view.length}"
+        f"texts: {tokenizer.vocab_size:,} tokens ({name}{form}); {sum(lengths)} of the first "
+        f"{len(lengths)} captions are truncated to --text_length {view.length}"
     )

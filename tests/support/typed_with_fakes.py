@@ -372,7 +372,7 @@ def uses_captions(machine: Machine, command: Command, tmp_path: Path) -> None:
     done = run_program(*words, variables=machine.variables)
     assert done.returncode == 0, done.stderr
     if "run_vit_training.py" in command.text:
-        assert "texts: tokenizer bytes with 257 tokens" in done.stdout
+        assert "texts: 257 tokens (bytes, canonical)" in done.stdout
     else:
         assert sorted(path.name for path in (machine.home / "photos-shards").iterdir()) == [
             *("train", "val"),

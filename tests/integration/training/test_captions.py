@@ -53,7 +53,7 @@ def test_a_run_records_its_tokenizer(made, run):
     assert values["tokenizer_checksum"]
     written = (made / "tokenizer" / "tokenizer.json").read_bytes()
     assert (run.ckpt_dir / "tokenizer.json").read_bytes() == written
-    assert f"texts: tokenizer {made / 'tokenizer'} with" in run.stdout
+    assert f"tokens ({made / 'tokenizer'}, canonical); 0 of" in run.stdout
     assert "of the first 767 captions are truncated to --text_length 16" in run.stdout
     # The pair of three blank captions.
     assert run.evaluations[-1]["val_images"] == 89

@@ -265,6 +265,5 @@ def is_true(caption, there):
     expected = [SINGULAR.index(word) for word in singles]
     for at, word in enumerate(words):
         if word in PLURAL:
-            count = NUMBERS[words[at + 1] if words[-1] == "them" else words[at - 1]]
-            expected += [PLURAL.index(word)] * count
+            expected += [PLURAL.index(word)] * NUMBERS[words[at - 1]]
     return sorted(expected) == sorted(digits)
