@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,21 @@ from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 
 if TYPE_CHECKING:
-    from data.source import View
+    from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
+    from training.loop import Hook, Training
     from training.resolve import Run
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
 _NO_DECAY = ("norms", "biases", "embeddings")
 """As both papers' codes have it; above all, scale and bias are not drawn to zero."""
+
+
+def _open_captioned(request: DatasetRequest) -> DataSource:
+    from features.image_text.captioned_mosaics import open_captioned
+
+    return open_captioned(request)
 
 
 class ImageText(Feature):
@@ -31,8 +39,10 @@ class ImageText(Feature):
         "objective": {
             "siglip": "images and texts by sigmoids",
             "clip": "images and texts by softmax",
-        }
+        },
+        "data_source": {"captioned_mosaics": "digits with captions"},
     }
+    sources = {"captioned_mosaics": _open_captioned}
     excludes = {
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",
@@ -47,13 +57,17 @@ class ImageText(Feature):
 
     def resolve_flags(self, config: RunConfig) -> RunConfig:
         """Take what is not set from ``--text_model`` and from the objective's paper."""
+        from features.image_text.tokenizer import BYTES, ByteTokenizer
+        from features.image_text.tokenizer_files import with_tokenizer
         from training.resolve import with_defaults
 
         name = config.objective.objective
         config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
-        model = config.of(ImageTextConfig).text_model
-        assert model is not None
-        config = with_defaults(config, TEXT_MODELS[model])
+        flags = config.of(ImageTextConfig)
+        assert flags.text_model is not None
+        if flags.tokenizer == BYTES:
+            config = with_defaults(config, {"text_vocab_size": ByteTokenizer.vocab_size})
+        config = with_tokenizer(with_defaults(config, TEXT_MODELS[flags.text_model]))
         if config.data.batch_size < 2:
             raise UsageError(
                 f"--objective {name} compares the pairs of a batch: use --batch_size 2 or more"
@@ -79,12 +93,36 @@ class ImageText(Feature):
                 raise UsageError(f"--mesh_tensor {tensor} does not divide {what} {size}")
 
     def view(self, run: Run, *, augment: bool) -> View | None:
+        from features.image_text.tokenizer_files import open_tokenizer
         from features.image_text.view import ImageTextView
 
         if not augment:  # features of images alone
             return None
-        text = run.config.of(ImageTextConfig).text
-        return ImageTextView(text.length, text.vocab_size)
+        flags = run.config.of(ImageTextConfig)
+        text, keys = flags.text, tuple(flags.caption_key or ())
+        return ImageTextView(text.length, text.vocab_size, open_tokenizer(run.config), keys)
+
+    def check_data(self, run: Run, data: DataSource) -> str | None:
+        """Return what the log says of texts."""
+        from features.image_text.view import describe_texts
+
+        name = run.config.of(ImageTextConfig).tokenizer
+        if name is None or run.config.data.data_source == "fake":
+            return None
+        return describe_texts(data.splits["train"], name)
+
+    def hooks(self, training: Training) -> Sequence[Hook]:
+        from features.image_text.tokenizer_files import save_copy
+
+        run, session = training.run, training.session
+        if line := training.opened[type(self)]:
+            session.reports.say(line)
+        if session.backend.is_main:
+            try:
+                save_copy(run.config, run.ckpt_dir)
+            except OSError as error:
+                session.reports.say(f"warning: the tokenizer cannot be copied ({error.strerror})")
+        return ()
 
     def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:
         flags = config.of(ImageTextConfig)
@@ -98,6 +136,8 @@ class ImageText(Feature):
                 text_mlp_ratio=2.0,
                 text_length=min(text.length, _SMALL_LENGTH),
                 text_vocab_size=min(text.vocab_size, _SMALL_VOCABULARY),
+                tokenizer=None,
+                tokenizer_checksum=None,
                 projection_dim=flags.projection_dim and small.width,
             )
         )

@@ -83,6 +83,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "text_vocab_size": ("2", "40"),
     "text_norm_eps": ("1e-6",),
     "projection_dim": ("8", "32"),
+    "caption_key": ("caption",),
+    "tokenizer": ("bytes",),
+    "tokenizer_checksum": ("bytes",),
     "logit_scale_init": ("1", "20"),
     "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
@@ -273,6 +276,22 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         },
         "--objective siglip": pairs,
         "--objective clip": pairs,
+        f"--labels {folder}/images.csv": photographs,
+        **{
+            typed: {"text_vocab_size": "--text_vocab_size 300"}
+            for typed in (
+                "--tokenizer bytes",
+                "--tokenizer_checksum bytes",
+                "--caption_key caption",
+            )
+        },
+        "--data_source captioned_mosaics": pairs
+        | {
+            "data_source": "--data_source captioned_mosaics",
+            "objective": "--objective siglip",
+            "tokenizer": "--tokenizer bytes",
+            "text_vocab_size": "--text_vocab_size 300",
+        },
         "--logit_adjustment 0.5": photographs,
         "--logit_adjustment 1": photographs,
         "--multi_label": photographs
