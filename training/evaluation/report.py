@@ -1,7 +1,7 @@
 """The report of ``--eval_report``: tables, pictures, and a page with the worst images.
 
 What it says depends on the labels: ``class_report.py`` reports on one label an image,
-``label_report.py`` on several.
+``label_report.py`` on several; features may have reports of their own (``Feature.report``).
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Report(abc.ABC):
     errors: np.ndarray
     """The mistakes, the worst first; the field "index" is the number of the image."""
 
+    definitions = "Averages, precision, recall and F1 are defined as in scikit-learn."
+    """How the figures are defined."""
     pictured = "Calibration"
     """The title of the pictures on the page."""
     mistake = ("image", "classified wrongly")
@@ -93,6 +95,11 @@ class Report(abc.ABC):
     def path_of(self, error: np.void) -> str:
         """Return the path of an image of ``errors`` as the source knows it, without secrets."""
         return without_secrets(self.split.name_of(int(error["index"])))
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return f"report on {len(self.names):,} classes"
 
     @property
     @abc.abstractmethod
@@ -199,6 +206,7 @@ def _page(report: Report, result: Evaluation, about: str, pictures: Sequence[byt
     thumbnails = {index: _thumbnail(report, index) for index in numbers}
     parts = {
         "about": _text(about),
+        "definitions": report.definitions,
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "figures": _rows([[name, value] for name, value in figures.items() if value]),
         "pictured": report.pictured,
