@@ -44,11 +44,16 @@ google/siglip-*; So400m/14 at 224 was trained with 16 tokens) and of CLIP B/32, 
 2103.00020, table 20), by ``--text_model``: values of flags."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "siglip": {"text_model": "siglip_base", "logit_scale_init": 10.0, "logit_bias_init": -10.0},
-    "clip": {"text_model": "clip_base", "logit_scale_init": 1 / 0.07},
+    "siglip": {
+        "text_model": "siglip_base",
+        "logit_scale_init": 10.0,
+        "logit_bias_init": -10.0,
+        "canonical_text": True,
+    },
+    "clip": {"text_model": "clip_base", "logit_scale_init": 1 / 0.07, "canonical_text": False},
 }
 """By objective, the defaults of flags: arXiv 2303.15343, section 3.2; arXiv 2103.00020, section
-2.5."""
+2.5; canonical texts as transformers' ``SiglipTokenizer``."""
 
 
 class TextTower(NamedTuple):
@@ -141,6 +146,27 @@ class ImageTextConfig:
         kind=bounded(float, -1e4, 1e4),
         requires=("objective=siglip",),
         requires_at_default=True,
+    )
+    tokenizer: str | None = _flag(
+        None,
+        "what makes tokens of texts; bytes: their bytes in UTF-8; FILE: a tokenizer.json of the "
+        "package tokenizers, or the folder with it and tokenizer_config.json; "
+        "hf-hub:OWNER/NAME[@REVISION]: those on the Hugging Face Hub. A copy is saved beside the "
+        "checkpoints (docs/image_text.md) (default: none; texts require one)",
+        kind=path_or_url,
+        metavar="bytes|FILE|NAME",
+    )
+    tokenizer_checksum: str | None = flag(
+        None,
+        "checksum that --tokenizer must have, as recorded in run.json (default: the checkpoint's; "
+        "new runs: any)",
+        metavar="HEX",
+        requires=("tokenizer",),
+    )
+    canonical_text: bool | None = _flag(
+        None,
+        "lowercase texts and remove their punctuation (default: on for siglip, off for clip, whose "
+        "tokenizer lowercases)",
     )
     lock_image: bool = flag(
         False,

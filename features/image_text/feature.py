@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from training.feature import Feature, SmallSizes
 if TYPE_CHECKING:
     from data.source import View
     from models.spec import ModelSpec
+    from training.loop import Hook, Training
     from training.resolve import Run
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
@@ -47,13 +49,17 @@ class ImageText(Feature):
 
     def resolve_flags(self, config: RunConfig) -> RunConfig:
         """Take what is not set from ``--text_model`` and from the objective's paper."""
+        from features.image_text.tokenizer import BYTES, ByteTokenizer
+        from features.image_text.tokenizer_files import with_tokenizer
         from training.resolve import with_defaults
 
         name = config.objective.objective
         config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
-        model = config.of(ImageTextConfig).text_model
-        assert model is not None
-        config = with_defaults(config, TEXT_MODELS[model])
+        flags = config.of(ImageTextConfig)
+        assert flags.text_model is not None
+        if flags.tokenizer == BYTES:
+            config = with_defaults(config, {"text_vocab_size": ByteTokenizer.vocab_size})
+        config = with_tokenizer(with_defaults(config, TEXT_MODELS[flags.text_model]))
         if config.data.batch_size < 2:
             raise UsageError(
                 f"--objective {name} compares the pairs of a batch: use --batch_size 2 or more"
@@ -86,6 +92,17 @@ class ImageText(Feature):
         text = run.config.of(ImageTextConfig).text
         return ImageTextView(text.length, text.vocab_size)
 
+    def hooks(self, training: Training) -> Sequence[Hook]:
+        from features.image_text.tokenizer_files import save_copy
+
+        run, session = training.run, training.session
+        if session.backend.is_main:
+            try:
+                save_copy(run.config, run.ckpt_dir)
+            except OSError as error:
+                session.reports.say(f"warning: the tokenizer cannot be copied ({error.strerror})")
+        return ()
+
     def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:
         flags = config.of(ImageTextConfig)
         text = flags.text
@@ -98,6 +115,8 @@ class ImageText(Feature):
                 text_mlp_ratio=2.0,
                 text_length=min(text.length, _SMALL_LENGTH),
                 text_vocab_size=min(text.vocab_size, _SMALL_VOCABULARY),
+                tokenizer=None,
+                tokenizer_checksum=None,
                 projection_dim=flags.projection_dim and small.width,
             )
         )

@@ -133,7 +133,10 @@ class ImageTextSpec(TimmSpec):
         return ((*super().example(), text),)
 
 
-_OF_TRAINING = ("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model")
+_OF_TRAINING = (
+    *("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model"),
+    "tokenizer",  # whose checksum says which one it is
+)
 """Flags that do not change the output of a trained model."""
 
 

@@ -83,6 +83,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "text_vocab_size": ("2", "40"),
     "text_norm_eps": ("1e-6",),
     "projection_dim": ("8", "32"),
+    "tokenizer": ("bytes",),
+    "tokenizer_checksum": ("bytes",),
     "logit_scale_init": ("1", "20"),
     "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
@@ -272,6 +274,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         },
         "--objective siglip": pairs,
         "--objective clip": pairs,
+        "--tokenizer bytes": {"text_vocab_size": "--text_vocab_size 300"},
         "--multi_label": {
             "labels": f"--labels {folder}/images.csv",
             "bce_loss": "--bce_loss",

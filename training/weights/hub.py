@@ -1,4 +1,4 @@
-"""Download weights from the Hugging Face Hub: ``hf-hub:OWNER/NAME[@REVISION]``.
+"""Download weights, or other files, from the Hugging Face Hub: ``hf-hub:OWNER/NAME[@REVISION]``.
 
 ``huggingface_hub`` downloads them to its usual cache; its lock lets one process per host download
 while the others wait. A name with a commit, which runs record, needs no network once the files are
@@ -8,7 +8,7 @@ cached.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,35 @@ def missing_shards(names: Iterable[str]) -> list[str]:
 def download(name: str, flag: str) -> tuple[str, Path]:
     """Return the weights that ``flag`` names on the Hub, cached or downloaded: the name with the
     commit, and the file or the folder of files. Raises UsageError."""
+
+    def wanted(files: Sequence[str]) -> list[str]:
+        if weights := weight_files(files):
+            return [*weights, *(each for each in (CONFIG_FILE, PREPROCESSOR_FILE) if each in files)]
+        if missing := missing_shards(files):
+            raise UsageError(
+                f"{flag} {name}: this repository has shards, but no {listed(missing)}: use a "
+                "complete revision, with @REVISION"
+            )
+        raise UsageError(
+            f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one other file of "
+            "weights: download the file that you want, and pass its path"
+        )
+
+    pinned, folder = download_files(name, flag, wanted)
+    weights = weight_files(path.name for path in folder.iterdir())
+    in_layout = weights[0] in (INDEX, ONE_FILE)
+    return pinned, folder if in_layout else folder / weights[0]
+
+
+def download_files(
+    name: str, flag: str, wanted: Callable[[Sequence[str]], Sequence[str]]
+) -> tuple[str, Path]:
+    """Return the name with the commit, and the folder with the ``wanted`` files of the repository
+    that ``flag`` names on the Hub, cached or downloaded.
+
+    ``wanted`` returns which of a repository's files are needed; it raises UsageError if the
+    repository, or the cache, lacks one. Raises UsageError.
+    """
     repository, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
     check_name(name, flag)
     # Imported late: with its dependencies, the package takes 0.2 s.
@@ -70,40 +99,31 @@ def download(name: str, flag: str) -> tuple[str, Path]:
         options: dict[str, Any] = {"local_files_only": True, "allow_patterns": []}
         try:
             folder = Path(snapshot_download(repository, revision=revision, **options))
-            return folder if weight_files(path.name for path in folder.iterdir()) else None
-        except (OSError, ValueError):  # not there, or not readable
+            wanted([path.name for path in folder.iterdir()])
+        except (OSError, ValueError, UsageError):  # not there, or not readable
             return None
+        return folder
 
     folder, api = cached(revision) if COMMIT.fullmatch(revision) else None, HfApi()
     if folder is None:
         try:
             with refusals(f"{flag} {name}", UsageError):
                 commit = api.resolve_revision(repository, revision=revision or None).resolved
-                files = api.list_repo_files(repository, revision=commit)
-                if not (weights := weight_files(files)):
-                    if missing := missing_shards(files):
-                        raise UsageError(
-                            f"{flag} {name}: this repository has shards, but no {listed(missing)}: "
-                            "use a complete revision, with @REVISION"
-                        )
-                    raise UsageError(
-                        f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one "
-                        "other file of weights: download the file that you want, and pass its path"
-                    )
-                wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE]
-                folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
+                files = [*wanted(api.list_repo_files(repository, revision=commit))]
+                folder = Path(snapshot_download(repository, revision=commit, allow_patterns=files))
         except HubUnreachable as error:
             folder = cached(revision or None)
             if folder is None:
+                instead = f"use {flag} FILE"
+                if flag in ("--init_from", "--resume"):
+                    instead += " (in place of --pretrained, if that is set)"
                 raise UsageError(
                     f"{flag} {name} cannot be downloaded ({error}), and is not complete in the "
                     f"cache {constants.HF_HUB_CACHE}: check the network, or download it elsewhere "
-                    f"and use {flag} FILE (in place of --pretrained, if that is set)"
+                    f"and {instead}"
                 ) from None
             note_cached(f"{flag} {name}", constants.HF_HUB_CACHE, folder.name, error)
-    weights = weight_files(path.name for path in folder.iterdir())
-    in_layout = weights[0] in (INDEX, ONE_FILE)
-    return f"{HUB_PREFIX}{repository}@{folder.name}", folder if in_layout else folder / weights[0]
+    return f"{HUB_PREFIX}{repository}@{folder.name}", folder
 
 
 def check_name(name: str, flag: str) -> None:
