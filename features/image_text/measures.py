@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +10,12 @@ from torch import nn
 
 from data.batch import Batch
 from features.image_text.model import Embedded
-from features.image_text.retrieval import EmbeddedPairs, PairEvaluation, evaluate_pairs, ids_of_texts
+from features.image_text.retrieval import (
+    EmbeddedPairs,
+    PairEvaluation,
+    evaluate_pairs,
+    ids_of_texts,
+)
 from training.backend import Backend
 from training.objectives.base import ImageValues, Measure
 

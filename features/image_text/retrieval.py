@@ -184,9 +184,7 @@ def padded(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:
     return torch.cat([values, more])
 
 
-def ranks(
-    pairs: AllPairs, direction: str, images: torch.Tensor, texts: torch.Tensor
-) -> Ranks:
+def ranks(pairs: AllPairs, direction: str, images: torch.Tensor, texts: torch.Tensor) -> Ranks:
     """Return the ranks of this process's queries: of each different image among all different
     texts, or vice versa. ``images``, ``texts``: the numbers of those of all pairs
     (``AllPairs.distinct``)."""

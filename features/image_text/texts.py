@@ -53,12 +53,14 @@ def source_of_texts(request: DatasetRequest, tokens: np.ndarray, vocab_size: int
 
 
 def tokens_of(flag: str, texts: Sequence[str], config: RunConfig) -> np.ndarray:
-    """Return the tokens of texts that a user has written, (texts, length), int32. Raises UsageError,
-    naming ``flag``, if the run has no tokenizer, or a text is empty."""
+    """Return the tokens of texts that a user has written, (texts, length), int32. Raises
+    UsageError, naming ``flag``, if the run has no tokenizer, or a text is empty or not Unicode."""
     tokenizer = open_tokenizer(config)
     if tokenizer is None:
         raise UsageError(f"{flag} requires --tokenizer, which makes tokens of texts")
     for text in texts:
+        if any("\ud800" <= char <= "\udfff" for char in text):  # bytes that are not UTF-8
+            raise UsageError(f"{flag} has a text that is not UTF-8: {printable(text)}")
         if not (canonical_text(text) if tokenizer.canonical else text.strip()):
             left = " once --canonical_text has removed punctuation" if text.strip() else ""
             raise UsageError(f"{flag} has an empty text{left}: {printable(text)!r}")

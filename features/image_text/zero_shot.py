@@ -8,7 +8,7 @@ evaluation, once, then classify the images as a classifier does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,12 @@ from training.backend import Backend
 from training.data import dataset_request, input_of
 from training.errors import data_errors_as_usage_errors
 from training.evaluation.evaluate import evaluate
+from training.evaluation.frozen import RegularEvaluations
+from training.evaluation.predict import Evaluated
 from training.evaluation.report import has_own_images
-from training.logs.records import Evaluation
+from training.logs.bad_images import VAL, BadImages
+from training.logs.records import Evaluation, read_metrics
+from training.loop import Hook, Training
 from training.objectives.base import ImageValues, Measure
 from training.objectives.classify import Accuracy
 from training.processes import exchange
@@ -42,7 +46,7 @@ PROMPTS = Path(__file__).with_name("prompts.txt")
 NAME = "{}"
 
 
-class ZeroShot(NamedTuple):
+class ZeroShotData(NamedTuple):
     """Images to classify, and the texts of their classes."""
 
     images: DataSource
@@ -53,7 +57,7 @@ class ZeroShot(NamedTuple):
 
 
 @data_errors_as_usage_errors()
-def open_zero_shot(run: Run) -> ZeroShot:
+def open_zero_shot(run: Run) -> ZeroShotData:
     """Open the images of ``--zero_shot``, and read the texts of their classes. Raises
     UsageError."""
     flags = run.config.of(ZeroShotConfig)
@@ -72,7 +76,7 @@ def open_zero_shot(run: Run) -> ZeroShot:
             f"stands for the name of the class: {wrong}"
         )
     texts = [prompt.replace(NAME, name) for name in names for prompt in prompts]
-    return ZeroShot(images, names, tokens_of("--zero_shot", texts, run.config))
+    return ZeroShotData(images, names, tokens_of("--zero_shot", texts, run.config))
 
 
 def names_of(folders: Sequence[str], file: str | None) -> list[str]:
@@ -82,7 +86,7 @@ def names_of(folders: Sequence[str], file: str | None) -> list[str]:
         names = [folder.replace("_", " ").strip() for folder in folders]
         if "" in names:
             raise DataFolderError(
-                f"the folder {printable(folders[names.index(''))])} is no name of a class: set "
+                f"the folder {printable(folders[names.index('')])} is no name of a class: set "
                 "--class_names"
             )
         return names
@@ -119,7 +123,7 @@ class PromptEmbeddings(Measure):
 
 def class_embeddings(
     model: nn.Module,
-    data: ZeroShot,
+    data: ZeroShotData,
     run: Run,
     backend: Backend,
     batch_done: Callable[[], bool | None] = lambda: None,
@@ -132,9 +136,7 @@ def class_embeddings(
     loader = val_loader(texts, backend, config.data.global_micro_batch_size)
     spec: Any = run.model
     classes = len(data.names)
-    measure = PromptEmbeddings(
-        classes, len(data.tokens) // classes, spec.embedding_width, backend
-    )
+    measure = PromptEmbeddings(classes, len(data.tokens) // classes, spec.embedding_width, backend)
     if evaluate(model, measure, loader, backend, batch_done=batch_done) is None:
         return None
     sums = measure.sums
@@ -158,6 +160,109 @@ class Classifier(nn.Module):
         return embedded.scale[:, None] * (embedded.images @ self._classes.T)
 
 
-def accuracy_of(run: Run, backend: Backend) -> Accuracy:
-    """Return the measure of a ``Classifier`` of the run's model."""
-    return Accuracy(input_of(run, backend.constant), backend)
+def classifier(
+    model: nn.Module,
+    data: ZeroShotData,
+    run: Run,
+    backend: Backend,
+    batch_done: Callable[[], bool | None] = lambda: None,
+) -> tuple[Classifier, Accuracy] | None:
+    """Return the model as a classifier of ``data``, and what measures it; None if ``batch_done``,
+    called after each batch, returned True. All processes must call it."""
+    classes = class_embeddings(model, data, run, backend, batch_done)
+    if classes is None:
+        return None
+    accuracy = Accuracy(input_of(run, backend.constant), backend)
+    return Classifier(model, backend.constant(classes)), accuracy
+
+
+# -- alone -----------------------------------------------------------------------------------------
+
+
+def evaluated(run: Run) -> Evaluated:
+    """Return what ``--eval_only --zero_shot`` measures. Raises UsageError."""
+    data = open_zero_shot(run)
+
+    def open_model(model: nn.Module, run: Run, backend: Backend) -> tuple[nn.Module, Measure]:
+        found = classifier(model, data, run, backend)
+        assert found is not None  # nothing stops it
+        return found
+
+    return Evaluated(data.images, data.names, open_model)
+
+
+# -- in training -----------------------------------------------------------------------------------
+
+_KIND = "zero_shot"
+_METRIC = f"val_{_KIND}_top1"
+
+
+@dataclass(frozen=True)
+class ZeroShotAccuracy:
+    """How many images were classified correctly."""
+
+    result: Evaluation
+    folder: str
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records."""
+        top1, top5, by_class = self.result.top1, self.result.top5, self.result.by_class
+        if not self.result.images or top1 is None or top5 is None or by_class is None:
+            return {}
+        balanced = by_class.values["val_balanced_accuracy"]
+        return {
+            _METRIC: top1,
+            f"val_{_KIND}_top5": top5,
+            f"val_{_KIND}_balanced_accuracy": balanced,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"zero-shot classification of {printable(self.folder)}: accuracy "
+            f"{self.result.top1:.2f} % of {self.result.images:,} images, top-5 "
+            f"{self.result.top5:.2f} %"
+        )
+
+
+def zero_shot_evaluations(training: Training, data: ZeroShotData) -> Hook:
+    """Return the hook that classifies the images of ``--zero_shot`` during training. Must be called
+    before the first step is recorded. Raises UsageError in all processes if the images differ
+    between them."""
+    session, run = training.session, training.run
+    backend, say = session.backend, session.reports.say
+    exchange.check_alike(run, data.images)
+    say(f"zero-shot classification: {data.images}")
+    bad_images = BadImages(run.config.data.max_bad_images, data.images, is_main=backend.is_main)
+    loader = val_loader(data.images, backend, run.config.data.global_micro_batch_size)
+
+    def measure(
+        kinds: list[str], part_done: Callable[[], bool]
+    ) -> Sequence[ZeroShotAccuracy] | None:
+        found = classifier(training.model, data, run, backend, part_done)
+        if found is None:
+            return None
+        result = evaluate(*found, loader, backend, batch_done=part_done)
+        if result is None:
+            return None
+        bad_images.collect(VAL, loader, say)
+        why = bad_images.excess or ("" if result.images else "none of the images can be read")
+        if why:  # unlike unreadable training images, this does not end the run
+            say(f"warning: no zero-shot classification: {why}")
+            return []
+        return [ZeroShotAccuracy(result, data.images.name)]
+
+    every = run.config.of(ZeroShotConfig).zero_shot_every or session.last_step
+    done = {_KIND: _steps_with(_METRIC, training)}
+    return RegularEvaluations(session, {_KIND: every}, measure, done, "zero-shot classification")
+
+
+def _steps_with(metric: str, training: Training) -> set[int]:
+    """Return the steps of which the run's folder has this figure, whose evaluations are not
+    repeated."""
+    steps: list[int] = []
+    with exchange.raise_on_all_ranks():
+        if training.session.backend.is_main:
+            records = read_metrics(training.run.log_dir)
+            steps = [record["step"] for record in records if metric in record]
+    return set(exchange.broadcast_object(steps))

@@ -157,7 +157,9 @@ def predict_images(config: RunConfig, source: Source) -> None:
             ):
                 top = list(zip(labels, likelihoods, strict=True))  # the most probable first
                 if config.use.json:
-                    top5 = [{predictor.noun: names[i], "index": i, "probability": p} for i, p in top]
+                    top5 = [
+                        {predictor.noun: names[i], "index": i, "probability": p} for i, p in top
+                    ]
                     results.append({"image": without_secrets(str(path)), "top5": top5})
                 else:
                     rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
