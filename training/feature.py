@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from data.loader import GlobalBatchSampler
     from data.source import DatasetRequest, DataSource, Split, View
     from models.spec import ModelSpec
-    from training.backend import Backend
     from training.evaluation.predict import Evaluated, Predictor
     from training.evaluation.report import Report
     from training.loop import Hook, Training
@@ -177,7 +176,7 @@ class Feature:
         nothing else."""
         return None
 
-    def report(self, measure: Measure, backend: Backend, split: Split) -> Report | None:
+    def report(self, measure: Measure, split: Split) -> Report | None:
         """Return the report of ``--eval_report`` on a validation split in the first process; None
         in the others, or if ``measure`` is not of the objective that it adds. All processes call
         it."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from data.source import DataSource, Split, View
     from features.image_text.zero_shot import ZeroShotData
     from models.spec import ModelSpec
-    from training.backend import Backend
     from training.evaluation.predict import Evaluated, Predictor
     from training.evaluation.report import Report
     from training.loop import Hook, Training
@@ -56,14 +55,19 @@ class PairUse(Feature):
             )
         return predictor_of(run, texts)
 
-    def report(self, measure: Measure, backend: Backend, split: Split) -> Report | None:
+    def report(self, measure: Measure, split: Split) -> Report | None:
+        from features.image_text.measures import PairRetrieval
         from features.image_text.report import gather_report
 
-        return gather_report(measure, backend, split)
+        return gather_report(measure, split) if isinstance(measure, PairRetrieval) else None
 
     def evaluations(self, training: Training) -> Sequence[Hook]:
-        val = training.data.splits.get("val")
-        return []
+        from features.image_text.objective import ImageTextPairs
+        from features.image_text.report import PairPictures
+
+        val, objective = training.data.splits.get("val"), training.objective
+        assert isinstance(objective, ImageTextPairs)
+        return [PairPictures(training.session, objective, val)] if val else []
 
 
 class ZeroShot(Feature):

@@ -1,4 +1,4 @@
-"""What evaluations compute on the devices: embeddings of pairs, and of texts by class."""
+"""What an evaluation of pairs computes on the devices: embeddings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from features.image_text.retrieval import (
     ids_of_texts,
 )
 from training.backend import Backend
+from training.evaluation.report import has_own_images
 from training.objectives.base import ImageValues, Measure
 
 
@@ -34,16 +35,23 @@ class PairRetrieval(Measure):
         self._values = ImageValues(backend)
         self._parts: list[dict[str, np.ndarray]] = []
         self._scale = self._bias = 0.0
+        self.is_complete = False
+        """Whether the evaluation reached its end."""
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        embedded = Embedded(*model((self._normalize(batch["image"]), batch["text"])))
+        text = batch["text"][:, None]  # (images, texts of each, tokens)
+        if "other_texts" in batch:
+            text = torch.cat([text, batch["other_texts"]], dim=1)
+        embedded = Embedded(*model((self._normalize(batch["image"]), text.flatten(0, 1))))
         same = [self._backend.mean(each.mean()) for each in (embedded.scale, embedded.bias)]
         values = {"scale_and_bias": torch.stack(same)}
+        count = batch.get("captions", torch.ones_like(batch["index"]))
         self._values.send(
             batch["index"],
             images=embedded.images,
-            texts=embedded.texts,
-            tokens=batch["text"],
+            texts=embedded.texts.unflatten(0, text.shape[:2]),
+            tokens=text,
+            count=count,
         )
         return values
 
@@ -53,13 +61,19 @@ class PairRetrieval(Measure):
         self._parts.append(part | {"tokens": ids_of_texts(part["tokens"])})
 
     def pairs(self) -> EmbeddedPairs:
-        """Return the pairs of ``ImageValues``."""
-        index, text_ids, images, texts = (
-            torch.from_numpy(np.concatenate([part[name] for part in self._parts]))
-            for name in ("index", "tokens", "images", "texts")
+        """Return the pairs of this process, none if an earlier process has the same; all processes
+        must call it."""
+        parts = self._parts
+        if not has_own_images(self._backend):
+            parts = [{name: values[:0] for name, values in parts[0].items()}]
+        index, images, texts, text_ids, count = (
+            torch.from_numpy(np.concatenate([part[name] for part in parts]))
+            for name in ("index", "images", "texts", "tokens", "count")
         )
-        return EmbeddedPairs(index, index, text_ids, images, texts)
+        exists = torch.arange(texts.shape[1]) < count[:, None]
+        return EmbeddedPairs(index, images, texts, text_ids, exists)
 
     def result(self) -> PairEvaluation:
         """Return the loss and the recalls; all processes must call this."""
+        self.is_complete = True
         return evaluate_pairs(self.pairs(), self._kind, self._scale, self._bias)

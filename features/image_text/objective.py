@@ -43,6 +43,8 @@ class ImageTextPairs(Objective):
         self._pairs_of_step = data.batch_size
         self._ahead: list[tuple[torch.Tensor, Pairs]] = []
         """For each micro-batch to come, the step's loss and the gradients of its embeddings."""
+        self.measured_last: PairRetrieval | None = None
+        """The measure of the last evaluation, until it is drawn."""
         self._parts: list[torch.Tensor] = []
         """For each micro-batch, scale and bias."""
         text, flags, replicas = (
@@ -127,4 +129,5 @@ class ImageTextPairs(Objective):
         return found if self._kind == "siglip" else {"logit_scale": scale}
 
     def measure(self, images: int = 0) -> Measure:
-        return PairRetrieval(self._kind, self._normalize, self._backend)
+        self.measured_last = PairRetrieval(self._kind, self._normalize, self._backend)
+        return self.measured_last

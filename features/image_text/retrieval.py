@@ -27,24 +27,26 @@ IMAGE_TO_TEXT, TEXT_TO_IMAGE = "image_to_text", "text_to_image"
 
 
 class EmbeddedPairs(NamedTuple):
-    """Pairs of this process, in any order, on the host."""
+    """Images of this process with their texts, on the host. No other process has the same
+    images."""
 
     numbers: torch.Tensor
-    """(pairs,), int64: the number of each pair in its split."""
-    image_ids: torch.Tensor
-    """(pairs,), int64: equal for pairs of the same image."""
-    text_ids: torch.Tensor
-    """(pairs,), int64: equal for pairs with the same text."""
+    """(images,), int64: the number of each in its split."""
     images: torch.Tensor
-    """(pairs, width), fp32, of length 1."""
+    """(images, width), fp32, of length 1."""
     texts: torch.Tensor
-    """(pairs, width), fp32, of length 1."""
+    """(images, texts, width), fp32, of length 1."""
+    text_ids: torch.Tensor
+    """(images, texts), int64: equal for equal texts."""
+    exists: torch.Tensor
+    """(images, texts), boolean: an image may have fewer texts than others, but has the first."""
 
 
 def ids_of_texts(tokens: np.ndarray) -> np.ndarray:
-    """Return checksums of texts, (texts,) int64, given their tokens, (texts, length)."""
-    rows = np.ascontiguousarray(tokens)
-    return np.array([xxhash.xxh3_64_intdigest(row) for row in rows], np.uint64).view(np.int64)
+    """Return checksums of texts, (...), int64, given their tokens, (..., length)."""
+    rows = np.ascontiguousarray(tokens).reshape(-1, tokens.shape[-1])
+    ids = [xxhash.xxh3_64_intdigest(row) for row in rows]
+    return np.array(ids, np.uint64).view(np.int64).reshape(tokens.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class PairEvaluation(Evaluation):
     texts: int = 0
     """The number of different texts."""
     recalls: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By direction, recall@k by k: of images among all different texts, and of texts among all
-    images; {} without pairs."""
+    """By direction, recall@k by k: of images among all different texts, and of these texts among
+    all images; {} without pairs."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -85,164 +87,174 @@ class PairEvaluation(Evaluation):
         return f"{super().__str__()}, {self.quality}, {self.texts:,} different texts"
 
 
-class Ranks(NamedTuple):
-    """Where the right candidates of this process's queries are among all candidates."""
+def evaluate_pairs(mine: EmbeddedPairs, kind: str, scale: float, bias: float) -> PairEvaluation:
+    """Return the loss and the recalls of the pairs of all processes; all must call it. ``kind``,
+    ``scale`` and ``bias``: of the loss."""
+    images = sum(exchange.all_gather_object(len(mine.numbers)))
+    if not images:
+        return PairEvaluation(float("nan"))
+    links = Links.of(mine)
+    return PairEvaluation(
+        loss_of_all(mine, kind, scale, bias),
+        images=images,
+        texts=links.shown_by.shape[1],
+        recalls={
+            IMAGE_TO_TEXT: recalls(ranks(links.images, links.texts, links.pairs)),
+            TEXT_TO_IMAGE: recalls(ranks(links.texts, links.images, links.pairs.flip(0))),
+        },
+    )
 
-    queries: torch.Tensor
-    """(queries,), the place of each query among this process's pairs."""
-    ranks: torch.Tensor
-    """(queries,), int64: how many wrong candidates are at least as similar as the most similar
-    right one."""
+
+# -- the loss --------------------------------------------------------------------------------------
 
 
-class AllPairs:
-    """The pairs of all processes: each has the embeddings of its own, and the numbers of all. All
-    processes must call its methods alike."""
+class _Processes:
+    """The processes of a run as ``loss.Replicas``: each has its pairs on its host."""
 
-    def __init__(self, mine: EmbeddedPairs) -> None:
-        longest = max(exchange.all_gather_object(len(mine.numbers)))
-        fill = {"numbers": PADDING}
-        self.mine = EmbeddedPairs(
-            *(
-                padded(values, longest, fill.get(name, 0))
-                for name, values in zip(EmbeddedPairs._fields, mine, strict=True)
-            )
-        )
-        numbers = self.all_gather(self.mine.numbers[None])
-        # Processes that share images, each with other rows, have the same pairs: the first counts.
-        flat = numbers.flatten().numpy()
-        _, first = np.unique(flat, return_index=True)
-        is_first = np.zeros(len(flat), bool)
-        is_first[first] = True
-        self._is_pair = torch.from_numpy(is_first & (flat != PADDING)).view(numbers.shape)
-        self._numbers = numbers.where(self._is_pair, PADDING)
-        self.count = int(self._is_pair.sum())
-        """How many pairs all processes have."""
-
-    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all processes, (processes, ...), given this one's, (1, ...)."""
+    @staticmethod
+    def all_gather(values: torch.Tensor) -> torch.Tensor:
         if exchange.count() == 1:
             return values
         parts = [torch.empty_like(values) for _ in range(exchange.count())]
         dist.all_gather(parts, values.contiguous())
         return torch.cat(parts)
 
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def reduce_scatter(values: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("an evaluation has no gradients")
 
-    def loss(self, kind: str, scale: float, bias: float) -> float:
-        """Return the loss of all pairs, each compared with all others."""
-        ones = torch.ones(1, len(self.mine.numbers))
-        pairs = Pairs(self.mine.images[None], self.mine.texts[None], scale * ones, bias * ones)
-        ids = self._numbers[exchange.rank()][None].int()
-        of_mine, _ = contrast(kind, pairs, ids, self.count, self, padded=True, gradients=False)
-        return float(self.all_gather(of_mine[None]).mean())
 
-    def distinct(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the different ids of all pairs, (processes, pairs), from 0 on,
-        PADDING where there is no pair. ``ids``: of this process's pairs, (pairs,)."""
-        found = np.full(self._is_pair.shape, PADDING, np.int64)
-        is_pair = self._is_pair.numpy()
-        _, found[is_pair] = np.unique(
-            self.all_gather(ids[None]).numpy()[is_pair], return_inverse=True
-        )
-        return torch.from_numpy(found)
-
-    def first_of_each(self, distinct: torch.Tensor) -> torch.Tensor:
-        """Return ``distinct`` with PADDING in place of all but the pair with the smallest number of
-        each, (processes, pairs)."""
-        flat, order = distinct.flatten().numpy(), self._numbers.flatten().numpy().argsort()
-        values, first = np.unique(flat[order], return_index=True)
-        kept = np.full(len(flat), PADDING, np.int64)
-        kept[order[first]] = values
-        return torch.from_numpy(kept).view(distinct.shape)
-
-    def chunks(self, embeddings: torch.Tensor, numbers: torch.Tensor) -> Iterator[Chunk]:
-        """Yield the embeddings of all processes and their numbers, part by part.
-
-        ``embeddings``: this process's, (pairs, width); ``numbers``: of all, (processes, pairs).
-        """
-        count, width = embeddings.shape
-        rows = rows_of_chunk(len(numbers), count, width)
-        for start in range(0, count, rows):
-            part = self.all_gather(embeddings[None, start : start + rows]).flatten(0, 1)
-            yield Chunk(part, numbers[:, start : start + rows].flatten())
+def loss_of_all(mine: EmbeddedPairs, kind: str, scale: float, bias: float) -> float:
+    """Return the loss of the images of all processes and their first texts, each compared with all
+    others; all must call it."""
+    counts = exchange.all_gather_object(len(mine.numbers))
+    ids = padded(mine.numbers, max(counts), PADDING)[None].int()
+    images, texts = (padded(x, max(counts))[None] for x in (mine.images, mine.texts[:, 0]))
+    ones = torch.ones(ids.shape)
+    pairs = Pairs(images, texts, scale * ones, bias * ones)
+    processes = _Processes()
+    loss, _ = contrast(kind, pairs, ids, sum(counts), processes, padded=True, gradients=False)
+    return float(processes.all_gather(loss[None]).mean())
 
 
-class Chunk(NamedTuple):
-    """Some candidates of all processes."""
-
-    embeddings: torch.Tensor
-    """(candidates, width)."""
-    numbers: torch.Tensor
-    """(candidates,); PADDING is no candidate."""
-
-
-def padded(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:
+def padded(values: torch.Tensor, length: int, fill: float = 0) -> torch.Tensor:
     """Return ``values`` with ``length`` rows, of which those added are ``fill``."""
     more = values.new_full((length - len(values), *values.shape[1:]), fill)
     return torch.cat([values, more])
 
 
-def ranks(pairs: AllPairs, direction: str, images: torch.Tensor, texts: torch.Tensor) -> Ranks:
-    """Return the ranks of this process's queries: of each different image among all different
-    texts, or vice versa. ``images``, ``texts``: the numbers of those of all pairs
-    (``AllPairs.distinct``)."""
-    asked, found, of_queries, candidates = images, texts, pairs.mine.images, pairs.mine.texts
-    if direction == TEXT_TO_IMAGE:
-        asked, found, of_queries, candidates = texts, images, candidates, of_queries
-    own = pairs.first_of_each(asked)[exchange.rank()]
-    places = (own != PADDING).nonzero()[:, 0]
-    queries, shown = of_queries[places], pairs.first_of_each(found)
+# -- different images and texts, and which belong together -----------------------------------------
 
-    # Which queries of this process belong to which candidates.
-    row_of = torch.full((int(asked.max()) + 2,), -1)  # the last one is PADDING's
-    row_of[own[places]] = torch.arange(len(places))
-    rows, columns = row_of[asked.flatten()], found.flatten()
-    belongs = (rows >= 0) & (columns != PADDING)
-    rows, columns = rows[belongs], columns[belongs]
+
+class Items(NamedTuple):
+    """Images or texts of this process; no two of all processes are the same."""
+
+    numbers: torch.Tensor
+    """(items,), int64: from 0 on, over all processes."""
+    embeddings: torch.Tensor
+    """(items, width), fp32, of length 1."""
+
+
+class Links(NamedTuple):
+    """Which images and texts belong together."""
+
+    images: Items
+    texts: Items
+    pairs: torch.Tensor
+    """The numbers of the image and of the text of each pair of all processes, (2, pairs),
+    int64."""
+    shown_by: torch.Tensor
+    """Of each text, by number, an image that has it, by its number in the split, and its place
+    among the texts of that image, (2, texts), int64."""
+
+    @classmethod
+    def of(cls, mine: EmbeddedPairs) -> Links:
+        """Return those of all processes; all must call it."""
+        of_image = mine.numbers[:, None].expand(mine.exists.shape)[mine.exists]
+        place = torch.arange(mine.exists.shape[1]).expand(mine.exists.shape)[mine.exists]
+        ids = mine.text_ids[mine.exists]
+        of_images, places, of_texts = (torch.cat(gathered(x)) for x in (of_image, place, ids))
+        numbers = [x.unique(return_inverse=True)[1] for x in (of_images, of_texts)]
+        _, first = np.unique(of_texts.numpy(), return_index=True)
+        return cls(
+            items(mine.numbers, mine.images),
+            items(ids, mine.texts[mine.exists]),
+            torch.stack(numbers),
+            torch.stack([of_images, places])[:, torch.from_numpy(first)],
+        )
+
+
+def items(ids: torch.Tensor, embeddings: torch.Tensor) -> Items:
+    """Return the different ones of this process's images or texts, in the order of their ids,
+    without those that an earlier process has, too; all must call it. ``ids``: (items,), int64."""
+    by_process = gathered(ids)
+    _, first = np.unique(torch.cat(by_process).numpy(), return_index=True)
+    start = sum(map(len, by_process[: exchange.rank()]))
+    is_mine = (first >= start) & (first < start + len(ids))
+    places = torch.from_numpy(first[is_mine] - start)
+    return Items(torch.from_numpy(is_mine.nonzero()[0]), embeddings[places])
+
+
+def gathered(values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the values of all processes, (n, ...) each, by rank; all must call it."""
+    counts = exchange.all_gather_object(len(values))
+    whole = _Processes.all_gather(padded(values, max(counts))[None])
+    return [part[:count] for part, count in zip(whole, counts, strict=True)]
+
+
+def chunks_of(mine: Items, queries: int) -> Iterator[Items]:
+    """Yield the items of all processes, part by part, with the number PADDING for no item; all must
+    consume all of it. ``queries``: how many items each part is compared with."""
+    counts = exchange.all_gather_object([len(mine.numbers), queries])
+    longest, most = map(max, zip(*counts, strict=True))
+    width = mine.embeddings.shape[1]
+    rows = rows_of_chunk(len(counts), max(longest, most), width)
+    embeddings, numbers = padded(mine.embeddings, longest), padded(mine.numbers, longest, PADDING)
+    for start in range(0, longest, rows):
+        part = slice(start, start + rows)
+        parts = (_Processes.all_gather(x[None, part]).flatten(0, 1) for x in (numbers, embeddings))
+        yield Items(*parts)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def ranks(queries: Items, candidates: Items, links: torch.Tensor) -> torch.Tensor:
+    """Return, for each of this process's ``queries``, how many wrong candidates of all processes
+    are at least as similar as the most similar right one, (queries,), int64. ``links``: the numbers
+    of queries and candidates that belong together, (2, links), of all processes. All must call
+    it."""
+    last = int(links.max()) + 1
+    row_of = torch.full((last,), -1)
+    row_of[queries.numbers] = torch.arange(len(queries.numbers))
+    asked, found = links[:, row_of[links[0]] >= 0]
+    rows = row_of[asked]
 
     def compared() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        column_of = torch.empty(int(found.max()) + 2, dtype=torch.int64)
-        for chunk in pairs.chunks(candidates, shown):
-            column_of.fill_(-1)
-            column_of[chunk.numbers] = torch.arange(len(chunk.numbers))
-            column_of[PADDING] = -1
-            here = column_of[columns] >= 0
-            matches = torch.zeros(len(queries), len(chunk.numbers), dtype=torch.bool)
-            matches[rows[here], column_of[columns[here]]] = True
-            yield queries @ chunk.embeddings.T, matches, chunk.numbers != PADDING
+        """Yield similarities to a part of the candidates, which of them are right, both (queries,
+        candidates), and which exist, (candidates,)."""
+        for part in chunks_of(candidates, len(queries.numbers)):
+            exists = part.numbers != PADDING
+            column_of = torch.full((last,), -1)
+            column_of[part.numbers[exists]] = exists.nonzero()[:, 0]
+            here = column_of[found] >= 0
+            is_right = torch.zeros(len(queries.numbers), len(exists), dtype=torch.bool)
+            is_right[rows[here], column_of[found[here]]] = True
+            yield queries.embeddings @ part.embeddings.T, is_right, exists
 
-    best = torch.full((len(queries),), -torch.inf)
-    for similarities, matches, _ in compared():
-        best = torch.maximum(best, similarities.where(matches, -torch.inf).amax(1))
-    wrong = torch.zeros(len(queries), dtype=torch.int64)
-    for similarities, matches, exists in compared():
+    best = torch.full((len(queries.numbers),), -torch.inf)
+    for similarities, is_right, _ in compared():
+        best = torch.maximum(best, similarities.where(is_right, -torch.inf).amax(1))
+    wrong = torch.zeros(len(queries.numbers), dtype=torch.int64)
+    for similarities, is_right, exists in compared():
         # Not >=: a model that has diverged, whose similarities are not numbers, is never right.
-        wrong += (~(similarities < best[:, None]) & ~matches & exists).sum(1)
-    return Ranks(places, wrong)
+        wrong += (~(similarities < best[:, None]) & ~is_right & exists).sum(1)
+    return wrong
 
 
-def recalls(of_mine: Ranks) -> dict[int, float]:
-    """Return the recalls of the queries of all processes in percent, by k; all must call it."""
-    counts = [len(of_mine.ranks), *(int((of_mine.ranks < k).sum()) for k in RANKS)]
+def recalls(ranks_here: torch.Tensor) -> dict[int, float]:
+    """Return the recalls of the queries of all processes in percent, by k, given the ranks of this
+    process's; all must call it."""
+    counts = [len(ranks_here), *(int((ranks_here < k).sum()) for k in RANKS)]
     asked, *hits = map(sum, zip(*exchange.all_gather_object(counts), strict=True))
     return {k: 100 * hit / asked for k, hit in zip(RANKS, hits, strict=True)}
-
-
-def evaluate_pairs(mine: EmbeddedPairs, kind: str, scale: float, bias: float) -> PairEvaluation:
-    """Return the loss and the recalls of the pairs of all processes; all must call it. ``kind``,
-    ``scale`` and ``bias``: of the loss."""
-    pairs = AllPairs(mine)
-    if not pairs.count:
-        return PairEvaluation(float("nan"))
-    images, texts = pairs.distinct(pairs.mine.image_ids), pairs.distinct(pairs.mine.text_ids)
-    return PairEvaluation(
-        pairs.loss(kind, scale, bias),
-        images=pairs.count,
-        texts=1 + int(texts.max()),
-        recalls={
-            direction: recalls(ranks(pairs, direction, images, texts))
-            for direction in (IMAGE_TO_TEXT, TEXT_TO_IMAGE)
-        },
-    )

@@ -256,7 +256,7 @@ def _evaluate_weights(adapter: Adapter, evaluated: Evaluated, run: Run, backend:
         elif isinstance(measure, LabelRanking) and isinstance(result, LabelEvaluation):
             report = gather_label_report(measure, result, backend, split, names)
         else:
-            found = (each.report(measure, backend, split) for each in run.config.active_features)
+            found = (each.report(measure, split) for each in run.config.active_features)
             report = next(filter(None, found), None)
     if report and use.eval_report:
         about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"
