@@ -21,6 +21,8 @@ class TextTable:
     read: Callable[[Sequence[str]], Iterator[tuple[str, list[str]]]]
     """Yields, of each row that is not empty, where it is in the file, and its cells in some
     columns; "" for what is missing."""
+    lists: Sequence[str] = ()
+    """The columns whose cells were lists, and have "|" between the entries."""
 
 
 def open_csv(flag: str, file: str, limit: SizeLimit) -> TextTable:

@@ -2,7 +2,9 @@
 anywhere below ``<root>/train`` and ``<root>/val``, or below a ``<root>`` with neither. A table may
 list images anywhere below ``<root>`` instead (``--labels``)."""
 
-from data.files import read_bytes
+from typing import Any
+
+from data.files import DataFolderError, read_bytes
 from data.image_table import index_table
 from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.index import FolderIndex, index_folders
@@ -34,6 +36,14 @@ class FolderSplit(ImageSplit):
 
     def read(self, number: int, most: int | None = None) -> bytes:
         return read_bytes(self.index.paths[number], 0, most, or_less=True)
+
+    def value(self, number: int, name: str) -> Any:
+        if name not in self.index.values:
+            raise DataFolderError(
+                f"the images in {self.request.config.data_dir} have no {name}: use --labels FILE, "
+                "a table of paths with a column for it"
+            )
+        return self.index.values[name][number]
 
     def digest(self) -> str:
         return self.index.digest()

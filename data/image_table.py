@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,8 @@ from data.csv_table import TextTable, open_csv
 from data.decode import SUFFIXES
 from data.files import DataFolderError, first_of, is_url
 from data.index import SPLITS, FolderIndex
-from data.index_file import Strings
-from data.source import DatasetRequest
+from data.index_file import StringLists, Strings
+from data.source import NO_VALUES, DatasetRequest, Value
 from data.table_split import choose_validation
 
 SPLIT = "split"
@@ -38,7 +38,9 @@ def index_table(
     DataFolderError for an unreadable or invalid table, and for files that do not exist."""
     config, file = request.config, request.config.labels
     several = request.multi_label and request.labels
-    indices = read_table(config, suffixes, labels=request.labels, multi_label=several)
+    indices = read_table(
+        config, suffixes, labels=request.labels, multi_label=several, values=request.view.values
+    )
     if missing := [name for name in request.splits if name not in indices]:
         raise DataFolderError(
             f"{file} lists no files with split {missing[0]}: write {missing[0]} in its column "
@@ -62,15 +64,17 @@ def read_table(
     *,
     labels: bool = True,
     multi_label: bool = False,
+    values: Mapping[str, Value] = NO_VALUES,
 ) -> dict[str, FolderIndex]:
-    """Return the files of each split of the table that has any.
+    """Return the files of each split of the table that has any, with other ``values``, of which a
+    file has one in each of its rows.
 
     Classes are numbered in sorted order, whole numbers by value, or by ``--class_map``. Without
     ``labels`` all files have label 0; with ``multi_label`` the labels are 0 and 1, (files,
     classes). Raises DataFolderError.
     """
     table = _open(config)
-    columns = _Columns.of(table, config, labels=labels, multi_label=multi_label)
+    columns = _Columns.of(table, config, labels=labels, multi_label=multi_label, values=values)
     rows = _read_rows(table, columns, config, suffixes)
     if not rows.paths:
         raise DataFolderError(f"{table.name} has no rows below the names of its columns")
@@ -92,7 +96,11 @@ def read_table(
         if len(chosen):
             paths = Strings.of((rows.paths[number] for number in chosen), root)
             left_out = others if not result else Counter[str]()
-            result[name] = FolderIndex(classes, paths, numbers[chosen], left_out)
+            of_split = {
+                value: StringLists.of([found[number] for number in chosen])
+                for value, found in rows.values.items()
+            }
+            result[name] = FolderIndex(classes, paths, numbers[chosen], left_out, values=of_split)
     return result
 
 
@@ -135,7 +143,9 @@ def _parquet(file: str, content: bytes) -> TextTable:
                     number += 1
                     yield f"row {number} of {file}", [cell(value) for value in cells]
 
-    return TextTable(file, opened.schema_arrow.names, read)
+    schema = opened.schema_arrow
+    lists = [each.name for each in schema if tables.pa.types.is_list(each.type)]
+    return TextTable(file, schema.names, read, lists)
 
 
 # -- its columns -----------------------------------------------------------------------
@@ -150,10 +160,18 @@ class _Columns:
     """[] if the images need none."""
     split: str | None
     group: str | None
+    values: Mapping[str, str]
+    """By name of the value."""
 
     @classmethod
     def of(
-        cls, table: TextTable, config: DataConfig, *, labels: bool, multi_label: bool
+        cls,
+        table: TextTable,
+        config: DataConfig,
+        *,
+        labels: bool,
+        multi_label: bool,
+        values: Mapping[str, Value],
     ) -> _Columns:
         """Choose the columns. Raises DataFolderError if one is missing."""
         path, *of_labels = config.columns or ("path", "label")
@@ -177,7 +195,17 @@ class _Columns:
             if name == group:
                 how = "set --split_by to one of its columns"
             raise DataFolderError(f"{table.name} has no column {name}; {there}: {how}")
-        used = [path, *of_labels]
+        of_values = {
+            name: tables.choose_column(value, name, table.columns, table.name)
+            for name, value in values.items()
+        }
+        lists = [name for name in of_values.values() if name in table.lists]
+        if lists:
+            raise DataFolderError(
+                f"{table.name}: column {lists[0]} has lists: write each of their entries in a row "
+                "of its own"
+            )
+        used = [path, *of_labels, *of_values.values()]
         twice = next((name for name in used if table.columns.count(name) > 1), None)
         twice = twice or next((name for name in used if used.count(name) > 1), None)
         if twice:
@@ -188,7 +216,7 @@ class _Columns:
                 f"--val_fraction {config.val_fraction:g}, but {table.name} has a column {SPLIT}, "
                 "which decides: drop the flag, or rename the column"
             )
-        return cls(path, of_labels, split, group)
+        return cls(path, of_labels, split, group, of_values)
 
 
 # -- its rows --------------------------------------------------------------------------
@@ -205,18 +233,39 @@ class _Rows:
     labels: list[list[str]]
     splits: list[str]
     groups: list[str]
+    values: dict[str, list[list[str]]]
+    """By name; with other values, several rows of the same path are one here."""
+
+    def add_values(
+        self, row: int, place: str, path: str, values: Sequence[str], others: Sequence[str]
+    ) -> None:
+        """Add the ``values`` in a further line about the file of a row. ``others``: the line's
+        cells besides these. Raises DataFolderError unless they are the row's."""
+        first = self.places[row].partition(" of ")[0]
+        if not values:
+            raise DataFolderError(
+                f"{place}: {path} was already listed, in {first}; remove one of the two lines"
+            )
+        here = [*self.labels[row], *self.splits[row : row + 1], *self.groups[row : row + 1]]
+        if here != others:
+            raise DataFolderError(
+                f"{place}: {path} was already listed, in {first}, with another label, split or "
+                "group: write the same in both lines"
+            )
+        for of_name, value in zip(self.values.values(), values, strict=True):
+            of_name[row].append(value)
 
 
 def _read_rows(
     table: TextTable, columns: _Columns, config: DataConfig, suffixes: tuple[str, ...]
 ) -> _Rows:
     """Read the rows, and find their files. Raises DataFolderError."""
-    rows = _Rows([], [], [], [], [])
-    wanted = [columns.path, *columns.labels]
+    rows = _Rows([], [], [], [], [], {name: [] for name in columns.values})
+    wanted = [columns.path, *columns.values.values(), *columns.labels]
     wanted += [name for name in (columns.split, columns.group) if name]
     # Volumes have always been read from absolute paths anywhere.
     folder = _Folder(config.data_dir, suffixes, anywhere=config.data_source == "volumes")
-    place_of: dict[str, str] = {}
+    row_of: dict[str, int] = {}
     missing: list[tuple[str, str]] = []
     for place, (path, *cells) in table.read(wanted):
         if not path:
@@ -228,22 +277,23 @@ def _read_rows(
         if found is None:
             missing.append((place, path))
             continue
-        if found in place_of:
-            raise DataFolderError(
-                f"{place}: {path} was already listed, in {place_of[found].partition(' of ')[0]}; "
-                "remove one of the two lines"
-            )
-        place_of[found] = place
+        values, others = cells[: len(columns.values)], cells[len(columns.values) :]
+        if found in row_of:
+            rows.add_values(row_of[found], place, path, values, others)
+            continue
+        row_of[found] = len(rows.paths)
         rows.places.append(place)
         rows.paths.append(found)
-        rows.labels.append(cells[: len(columns.labels)])
-        others = iter(cells[len(columns.labels) :])
-        for column, values in ((columns.split, rows.splits), (columns.group, rows.groups)):
+        for of_name, value in zip(rows.values.values(), values, strict=True):
+            of_name.append([value])
+        rows.labels.append(others[: len(columns.labels)])
+        cell = iter(others[len(columns.labels) :])
+        for column, of_column in ((columns.split, rows.splits), (columns.group, rows.groups)):
             if column:
-                value = next(others)
+                value = next(cell)
                 if not value:
                     raise DataFolderError(f"{place} has no value in column {column}")
-                values.append(value)
+                of_column.append(value)
     if missing:
         (place, path), more = missing[0], len(missing) - 1
         others_too = f", and {more:,} more do not exist" if more else ""

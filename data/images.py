@@ -157,6 +157,9 @@ class RearrangedSplit(Split):
     def thumbnail(self, number: int, side: int) -> Image.Image:
         return self._split.thumbnail(number, side)
 
+    def value(self, number: int, name: str) -> Any:
+        return self._split.value(number, name)
+
     def digest(self) -> str:
         return self._split.digest()
 

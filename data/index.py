@@ -11,7 +11,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ from data.files import (
     other_classes,
     printable,
 )
-from data.index_file import Strings, Table, load_or_build
+from data.index_file import StringLists, Strings, Table, load_or_build
 from data.source import DatasetRequest
 
 SPLITS = ("train", "val")
@@ -51,6 +51,8 @@ class FolderIndex:
     """Number of files of the split that are not images, by extension, and of hidden files."""
     folders: Sequence[str] = ()
     """The folders that were listed."""
+    values: Mapping[str, StringLists] = field(default_factory=dict)
+    """Other values of each image in a table, by name (``View.values``)."""
 
     def digest(self) -> str:
         """Return a checksum of the file names below the split, in order."""

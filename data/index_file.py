@@ -73,6 +73,29 @@ class Strings(Sequence[str]):
         return os.path.join(self.folder, string)
 
 
+@dataclass(frozen=True)
+class StringLists(Sequence[list[str]]):
+    """Lists of strings, in arrays as ``Strings``."""
+
+    strings: Strings
+    ends: np.ndarray
+    """How many strings are in each list and those before it, int64."""
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[str]]) -> StringLists:
+        ends = np.cumsum([len(each) for each in lists], dtype=np.int64)
+        return cls(Strings.of(string for each in lists for string in each), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: Any) -> list[str]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        start = self.ends[number - 1] if number else 0
+        return [self.strings[at] for at in range(start, self.ends[number])]
+
+
 # -- where an index file is ------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -154,6 +155,20 @@ def check_several_classes(source: DataSource) -> None:
 # -- what is read of a sample ---------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Value:
+    """Where a value of a sample besides its image and its label is."""
+
+    names: Sequence[str]
+    """Names that it may have, of which the first that exists counts: of a column of a table; in a
+    WebDataset, the extension of a file of the sample, else a field of its ``.json``."""
+    flag: str
+    """The flag that sets the name, for messages."""
+
+
+NO_VALUES: Mapping[str, Value] = MappingProxyType({})
+
+
 class View:
     """What is read of each sample: the field ``image``, in the model's size. A subclass reads
     something else. ``ImageView`` (``data/images.py``) also says how encoded images become that.
@@ -161,6 +176,17 @@ class View:
 
     images_per_sample = 1
     """The number of images of a sample, if all of them are as large as they may be."""
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """The values of each sample besides its image and its label that are read, by name."""
+        return NO_VALUES
+
+    def fields_of(self, values: Mapping[str, Any], draw: Callable[[int], int]) -> Batch:
+        """Return the fields of a sample that are made of its ``values``, as ``Split.value`` returns
+        them. ``draw(n)`` returns a number below n: a random one of the epoch in training, 0 in
+        validation. Raises BrokenImageError."""
+        return {}
 
     def check(self, request: DatasetRequest) -> None:
         """Raise DataFolderError if the requested source cannot be read in this way."""
@@ -342,6 +368,15 @@ class Split(Dataset):
         """
         raise NotImplementedError
 
+    def value(self, number: int, name: str) -> Any:
+        """Return the value of image ``number`` with this name among those that the view reads
+        (``View.values``), as it is stored: bytes, text, a number, a list; None if it has none.
+        Raises BrokenImageError, and DataFolderError if the source has no such values."""
+        raise DataFolderError(
+            f"--data_source {self.request.config.data_source} has no {name} of an image: use "
+            "another --data_source"
+        )
+
     def digest(self) -> str:
         """Return a checksum that identifies the split's images and their order."""
         raise NotImplementedError(f"{type(self).__name__} must define digest()")
@@ -353,7 +388,7 @@ class Split(Dataset):
         if self.resized:
             return self.resized[at.size][replace(at, size=0)]
         values, number, bad = self.readable(
-            at.epoch, at.index, lambda number: self.load_sample(number, at.epoch, at.index)
+            at.epoch, at.index, lambda number: self._load(number, at.epoch, at.index)
         )
         if values is None:
             return Sample({name: each.full() for name, each in self.fields.items()}, bad)
@@ -365,6 +400,19 @@ class Split(Dataset):
             if name in self.fields:
                 values[name] = torch.as_tensor(known).to(torch.int64)
         return Sample(self._declared(values, number), bad)
+
+    def _load(self, number: int, epoch: int, index: int) -> Batch:
+        """Return what ``load_sample`` does, and the fields that the view makes of other values."""
+        view = self.request.view
+        values = {name: self.value(number, name) for name in view.values}
+
+        def draw(count: int) -> int:
+            if not self.is_train or count == 1:
+                return 0
+            return int(np.random.default_rng((self.seed, epoch, index)).integers(count))
+
+        fields = view.fields_of(values, draw) if values else {}
+        return self.load_sample(number, epoch, index) | fields
 
     def _declared(self, values: Batch, number: int) -> Batch:
         """Return the declared fields of image ``number``. Raises DataFolderError if one is missing

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -42,7 +42,7 @@ from data.files import (
 )
 from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.loader import GlobalBatchSampler, RunSampler
-from data.source import DatasetRequest, DataSource
+from data.source import NO_VALUES, DatasetRequest, DataSource, Value
 
 try:
     import pyarrow as pa
@@ -77,6 +77,8 @@ class Columns:
     """None: the images have no labels."""
     classes: list[str] | None
     """The names of the classes by label, if the table has them."""
+    values: Mapping[str, str]
+    """The columns of other values (``View.values``), by name."""
 
 
 _STRINGS = re.compile(r"(dictionary<values=)?(large_)?string")
@@ -84,11 +86,16 @@ _STRINGS = re.compile(r"(dictionary<values=)?(large_)?string")
 
 
 def choose_columns(
-    features: Mapping[str, Any], given: Sequence[str] | None, where: str, *, labels: bool = True
+    features: Mapping[str, Any],
+    given: Sequence[str] | None,
+    where: str,
+    *,
+    labels: bool = True,
+    values: Mapping[str, Value] = NO_VALUES,
 ) -> Columns:
     """Return the columns ``given`` (image, label), else the only ones that can be meant; without
-    ``labels`` that of images alone. ``features`` is the JSON of ``datasets.Features``; ``where``
-    names the table in a DataFolderError."""
+    ``labels`` that of images alone; and those of other ``values``. ``features`` is the JSON of
+    ``datasets.Features``; ``where`` names the table in a DataFolderError."""
     how, names = "set --columns IMAGE LABEL", ", ".join(features) or "no columns"
     of_type: dict[str, list[str]] = {
         "Image": [],
@@ -107,11 +114,11 @@ def choose_columns(
     images, numbers = of_type["Image"], of_type["ClassLabel"] + of_type["whole number"]
     label: str | None
     if given:
-        if len(given) != 2:
+        if len(given) != 2 and (labels or len(given) != 1):
             raise DataFolderError(
                 f"--columns takes the names of two columns, IMAGE LABEL, not {len(given)}"
             )
-        image, label = given
+        image, label = given[0], given[-1]
     else:
         if len(images) != 1:
             several = f"several image columns ({', '.join(images)})"
@@ -140,7 +147,23 @@ def choose_columns(
     classes = features[label].get("names") if label is not None else None
     if classes and not is_of(classes, list[str]):
         raise DataFolderError(f"{where}: the class names of column {label} are not a list of names")
-    return Columns(image, label, classes or None)
+    of_values = {
+        name: choose_column(value, name, features, where) for name, value in values.items()
+    }
+    return Columns(image, label, classes or None, of_values)
+
+
+def choose_column(value: Value, name: str, columns: Collection[str], where: str) -> str:
+    """Return which of the ``columns`` of a table has the value with this name. Raises
+    DataFolderError."""
+    found = next((each for each in value.names if each in columns), None)
+    if found is None:
+        there = first_of([*columns]) or "none"
+        raise DataFolderError(
+            f"{where} has no column {' or '.join(value.names)} for the {name} of an image: set "
+            f"{value.flag} (columns: {there})"
+        )
+    return found
 
 
 _Labels = tuple[np.ndarray, list[str] | None]
@@ -218,6 +241,16 @@ class TableSplit(ImageSplit):
         """Return what a row holds as its image; may raise anything."""
         raise NotImplementedError
 
+    def stored_value(self, number: int, column: str) -> Any:
+        """Return what a row holds in one of the columns of other values; may raise anything."""
+        raise NotImplementedError
+
+    def value(self, number: int, name: str) -> Any:
+        try:
+            return self.stored_value(number, self.columns.values[name])
+        except Exception as error:  # as below
+            raise BrokenImageError(reason_of(error)) from error
+
     def read(self, number: int, most: int | None = None) -> bytes:
         try:
             encoded = self.stored(number)
@@ -273,7 +306,9 @@ class ParquetSplit(TableSplit):
         config, names = request.config, split_names(request.config, name)
         self._paths = split_files(config.data_dir, names)
         with ThreadPoolExecutor(16) as pool:  # each waits, a tenth of a second if it is far away
-            index = functools.partial(_index, given=config.columns, labels=request.labels)
+            index = functools.partial(
+                _index, given=config.columns, labels=request.labels, values=request.view.values
+            )
             self._metadata, columns, labels = zip(*pool.map(index, self._paths), strict=True)
         for path, others in zip(self._paths, columns, strict=True):
             if others != columns[0]:
@@ -295,7 +330,7 @@ class ParquetSplit(TableSplit):
         self._ends = np.cumsum(self.groups)
         # By default a run is an eighth of the images of a row group.
         self._run_length = config.images_per_read or math.ceil(int(np.median(self.groups)) / 8)
-        self._last: tuple[int, Any] = (-1, None)
+        self._last: tuple[int, Mapping[str, pa.ChunkedArray]] = (-1, {})
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:
         return RunSampler(self.groups, self._run_length, batch_size, **how)
@@ -312,26 +347,34 @@ class ParquetSplit(TableSplit):
 
     def stored(self, number: int) -> bytes | None:
         """Return a row's image; its row group stays in memory until another is read."""
+        return self._cell(number, self.columns.image)
+
+    def stored_value(self, number: int, column: str) -> Any:
+        return self._cell(number, column)
+
+    def _cell(self, number: int, column: str) -> Any:
         group = int(np.searchsorted(self._ends, number, side="right"))
-        last, images = self._last
+        last, columns = self._last
         if last != group:
-            self._last = (-1, None)  # not two groups in memory at a time
-            images = self._read_group(*self._groups[group])
-            self._last = group, images
-        return images[number - int(self._ends[group]) + self.groups[group]].as_py()
+            self._last = (-1, {})  # not two groups in memory at a time
+            columns = self._read_group(*self._groups[group])
+            self._last = group, columns
+        return columns[column][number - int(self._ends[group]) + self.groups[group]].as_py()
 
-    def _read_group(self, file: int, group: int) -> pa.ChunkedArray:
-        path, name = self._paths[file], self.columns.image
+    def _read_group(self, file: int, group: int) -> dict[str, pa.ChunkedArray]:
+        """Return the images, and other values, of a row group by column."""
+        path, image, others = self._paths[file], self.columns.image, self.columns.values.values()
 
-        def read() -> pa.ChunkedArray:
+        def read() -> dict[str, pa.ChunkedArray]:
             with _open(path, self._metadata[file]) as opened:
-                is_struct = pa.types.is_struct(opened.schema_arrow.field(name).type)
-                leaf = f"{name}.bytes" if is_struct else name
-                column = opened.read_row_group(group, [leaf], use_threads=False).column(0)
-            chunks = column.chunks
+                is_struct = pa.types.is_struct(opened.schema_arrow.field(image).type)
+                leaf = f"{image}.bytes" if is_struct else image
+                table = opened.read_row_group(group, [leaf, *others], use_threads=False)
+            chunks = table.column(image).chunks
             if is_struct:
                 chunks = [chunk.field("bytes") for chunk in chunks]
-            return pa.chunked_array(chunks, chunks[0].type)
+            columns = {name: table.column(name) for name in others}
+            return columns | {image: pa.chunked_array(chunks, chunks[0].type)}
 
         return files.with_retries(path, read)
 
@@ -398,15 +441,16 @@ def split_files(root: str, names: Sequence[str]) -> list[str]:
 
 
 def _index(
-    path: str, given: Sequence[str] | None, *, labels: bool
+    path: str, given: Sequence[str] | None, *, labels: bool, values: Mapping[str, Value]
 ) -> tuple[pq.FileMetaData, Columns, _Labels]:
     """Return a file's metadata, its columns and its labels, zeros without ``labels``. Raises
     DataFolderError."""
 
     def read() -> tuple[pq.FileMetaData, Columns, _Labels]:
         with _open(path) as file:
-            columns = choose_columns(_features(file.schema_arrow), given, path, labels=labels)
-            _check_row_groups(file.metadata, columns.image)
+            features = _features(file.schema_arrow)
+            columns = choose_columns(features, given, path, labels=labels, values=values)
+            _check_row_groups(file.metadata, [columns.image, *columns.values.values()])
             if columns.label is None:
                 return file.metadata, columns, (np.zeros(file.metadata.num_rows, np.int64), None)
             column = file.read([columns.label], use_threads=False).column(0)
@@ -421,15 +465,16 @@ _MOST_ROWS = 2**27
 """The most rows of a file; a few bytes could claim any number of labels."""
 
 
-def _check_row_groups(metadata: pq.FileMetaData, image: str) -> None:
-    """Raise ValueError if a row group is too large for memory."""
+def _check_row_groups(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
+    """Raise ValueError if a row group's columns with these names are too large for memory."""
     _check_rows(metadata)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = (group.column(column) for column in range(group.num_columns))
-        of_images = [each for each in columns if f"{each.path_in_schema}.".startswith(f"{image}.")]
+        prefixes = tuple(f"{name}." for name in names)
+        read = [each for each in columns if f"{each.path_in_schema}.".startswith(prefixes)]
         for sizes in ("total_compressed_size", "total_uncompressed_size"):
-            size = sum(getattr(column, sizes) for column in of_images)
+            size = sum(getattr(column, sizes) for column in read)
             _ROW_GROUP.check(size, f"row group {number}")
 
 
@@ -557,7 +602,11 @@ class HuggingFaceSplit(TableSplit):
         """Read the labels of the data set ``table``. ``cache``: the folders of image files that
         rows may name. Raises DataFolderError."""
         columns = choose_columns(
-            table.features.to_dict(), request.config.columns, where, labels=request.labels
+            table.features.to_dict(),
+            request.config.columns,
+            where,
+            labels=request.labels,
+            values=request.view.values,
         )
         labels: _Labels = np.zeros(len(table), np.int64), None
         if columns.label is not None:
@@ -567,6 +616,7 @@ class HuggingFaceSplit(TableSplit):
         self._where, self._cache, images = where, cache, table.select_columns([columns.image])
         as_bytes = importlib.import_module("datasets").Image(decode=False)
         self._images = images.cast_column(columns.image, as_bytes)
+        self._others = table.select_columns([*columns.values.values()])
 
     def stored(self, number: int) -> bytes | None:
         image = self._images[number][self.columns.image]
@@ -574,6 +624,9 @@ class HuggingFaceSplit(TableSplit):
         if image["bytes"] is None and path.startswith(self._cache):
             return files.read_bytes(path)
         return image["bytes"]
+
+    def stored_value(self, number: int, column: str) -> Any:
+        return self._others[number][column]
 
     def name_of(self, number: int) -> str:
         return f"{self._where} row {number}"

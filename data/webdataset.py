@@ -4,7 +4,8 @@ So training reads its images in the same order as from any other source, whateve
 in: for any number of processes, and from any step on.
 
 A sample is the files of one name, its key, up to the first dot after the last slash, as
-https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say.
+https://github.com/webdataset/webdataset has it: KEY.jpg and KEY.cls, say. Other values of a sample
+(``View.values``) are in files such as KEY.txt, or in fields of KEY.json.
 """
 
 import fnmatch
@@ -15,9 +16,9 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -36,7 +37,7 @@ from data.files import (
 )
 from data.images import ImageSplit, SampleTransform, source_of_images, view_of_images
 from data.index_file import Strings, Table, load_or_build
-from data.source import DatasetRequest, DataSource
+from data.source import DatasetRequest, DataSource, Value
 
 PACK_FILE = "packing.json"
 """Where ``data.pack`` says whether all shards are there that it writes to a URL."""
@@ -67,16 +68,15 @@ def open_shards(request: DatasetRequest) -> DataSource:
             raise DataFolderError(
                 f"{root} is incomplete: run the same data.pack command again to resume"
             )
-    chosen = request.find_splits(lambda split: choose_shards(config, split, listing))
+    chosen = request.find_splits(
+        lambda split: choose_shards(config, split, listing, labels=request.labels)
+    )
     twice = sorted(set(chosen.get("val", ())).intersection(chosen.get("train", ())))
     if twice:
         raise DataFolderError(
             f"{twice[0]} in {root} matches both train and val: set --train_shards and --val_shards"
         )
-    tables = {
-        split: _index(config, split, shards, listing, labels=request.labels)
-        for split, shards in chosen.items()
-    }
+    tables = {split: _index(request, split, shards, listing) for split, shards in chosen.items()}
     classes = None
     file = next((name for name in ("classes.json", "classes.txt") if name in listing), None)
     if request.labels and file:
@@ -132,7 +132,7 @@ class ShardSplit(ImageSplit):
         left_out = Counter[str](table.info["left_out"])
         super().__init__(request, split, transform, labels, classes, left_out)
         self._shards = [os.path.join(root, name) for name, _ in shards]
-        self._places = table.arrays
+        self._places, self._values = table.arrays, request.view.values
         self._keys = Strings(table.arrays["keys"], table.arrays["ends of keys"])
 
     def name_of(self, number: int) -> str:
@@ -143,15 +143,36 @@ class ShardSplit(ImageSplit):
         size = min(size, most or size)
         return files.read_bytes(self._shards[self._places["shard"][number]], start, size)
 
+    def value(self, number: int, name: str) -> Any:
+        which, start, size = self._places[f"value {name}"][number].tolist()
+        if which == _MISSING:
+            return None
+        shard, names = self._shards[self._places["shard"][number]], self._values[name].names
+        content = files.read_bytes(shard, start, size, limit=_VALUE)
+        if which < len(names):
+            return content
+        try:
+            fields = files.parse_object(content)
+        except ValueError as error:
+            raise BrokenImageError(f"its .json cannot be read: {reason_of(error)}") from None
+        return next((fields[each] for each in names if each in fields), None)
+
     def digest(self) -> str:
         digest = xxhash.xxh3_64(self._keys.content.data)
         digest.update(np.ascontiguousarray(self.labels).data)
         return digest.hexdigest()
 
 
-def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]:
-    """Return which of the files of ``--data_dir`` are the split's shards, sorted. Raises
-    DataFolderError if there are none, or if one is missing that a pattern numbers."""
+_VALUE = files.SizeLimit("a value of a sample", 2**20)
+_MISSING = -1
+
+
+def choose_shards(
+    config: DataConfig, split: str, listing: Listing, *, labels: bool = True
+) -> list[str]:
+    """Return which of the files of ``--data_dir`` are the split's shards, sorted; without
+    ``labels``, all are for training if no name says what they are for. Raises DataFolderError if
+    there are none, or if one is missing that a pattern numbers."""
     pattern = config.train_shards if split == "train" else config.val_shards
     flag = f"--{split}_shards"
     if pattern and (numbered := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)):
@@ -169,6 +190,10 @@ def choose_shards(config: DataConfig, split: str, listing: Listing) -> list[str]
     for wildcards in patterns:
         if chosen := sorted(fnmatch.filter(listing, wildcards)):
             return chosen
+    if not labels and not pattern and split == "train" and not config.val_shards:
+        shards = sorted(fnmatch.filter(listing, "*.tar"))
+        if shards and not fnmatch.filter(shards, "*val*"):
+            return shards
     kind = DataFolderError if pattern else MissingSplitError
     raise kind(f"{config.data_dir} has no shards {' or '.join(patterns)}: set {flag}")
 
@@ -182,12 +207,11 @@ _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)", re.DOTALL)
 _LABEL_FIELDS = ("label", "cls")
 
 
-def _index(
-    config: DataConfig, split: str, shards: list[str], listing: Listing, *, labels: bool
-) -> Table:
-    """Return where each image of the shards is, and its label (0 without ``labels``), from an index
-    file if the shards have not changed. Info: "shards", "left_out", and "names" of the classes,
-    sorted, if the labels are names. Raises DataFolderError."""
+def _index(request: DatasetRequest, split: str, shards: list[str], listing: Listing) -> Table:
+    """Return where each image of the shards is, its label (0 if none is requested) and its values,
+    from an index file if the shards have not changed. Info: "shards", "left_out", and "names" of
+    the classes, sorted, if the labels are names. Raises DataFolderError."""
+    config, labels, values = request.config, request.labels, request.view.values
     root = config.data_dir
     stamps = []
     # File systems differ in which field shows a change of a file: the first known is used.
@@ -200,11 +224,11 @@ def _index(
     def build() -> Table:
         paths = [os.path.join(root, shard) for shard in shards]
         with ThreadPoolExecutor(16) as pool:  # mostly they wait, if shards are far away
-            scanned = pool.map(functools.partial(_scan, labels=labels), paths)
+            scanned = pool.map(functools.partial(_scan, labels=labels, values=values), paths)
             title = files.printable(f"reading {root}")
             bar = tqdm(scanned, title, len(paths), unit=" shards", delay=5, disable=None)
-            keys, places, labels_of_shards, left_out = zip(*bar, strict=True)
-        all_labels = [*itertools.chain(*labels_of_shards)]
+            found = [*bar]
+        all_labels = [*itertools.chain(*(each.labels for each in found))]
         names = sorted({label for label in all_labels if isinstance(label, str)})
         number_of = {name: number for number, name in enumerate(names)}
         if names and any(isinstance(label, int) for label in all_labels):
@@ -213,22 +237,29 @@ def _index(
                 "numbers for all"
             )
         numbers = [number_of[label] if isinstance(label, str) else label for label in all_labels]
-        starts_and_sizes = np.concatenate(places)
-        strings = Strings.of(itertools.chain(*keys))
+        starts_and_sizes = np.concatenate([each.places for each in found])
+        strings = Strings.of(itertools.chain(*(each.keys for each in found)))
+        counts = [len(each.keys) for each in found]
         arrays = {
-            "shard": np.repeat(np.arange(len(keys), dtype=np.int32), [*map(len, keys)]),
+            "shard": np.repeat(np.arange(len(found), dtype=np.int32), counts),
             "start": np.ascontiguousarray(starts_and_sizes[:, 0]),
             "size": np.ascontiguousarray(starts_and_sizes[:, 1]),
             "label": np.array(numbers, np.int32),
             "keys": strings.content,
             "ends of keys": strings.ends,
         }
-        total = sum(left_out, Counter[str]())
+        for name in values:
+            arrays[f"value {name}"] = np.concatenate([each.values[name] for each in found])
+        total = sum((each.left_out for each in found), Counter[str]())
         return Table(arrays, {"names": names or None, "left_out": total, "shards": stamps})
 
+    name = split if labels else f"{split}-without-labels"
+    if values:
+        of_values = json.dumps({each: [*value.names] for each, value in values.items()})
+        name += f"-with-{xxhash.xxh3_64_hexdigest(of_values.encode())}"
     return load_or_build(
         config,
-        split if labels else f"{split}-without-labels",
+        name,
         root,
         build,
         lambda table: None if table.info["shards"] == stamps else "its shards have changed",
@@ -236,16 +267,29 @@ def _index(
     )
 
 
-def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label], Counter[str]]:
-    """Return, of the images of a shard, in its order: the keys, the offsets and sizes in bytes,
-    (n, 2), int64, and the labels; and how many files are no images, by extension.
+class _Scanned(NamedTuple):
+    """The images of a shard, in its order."""
 
-    Without ``labels`` none is read, and each is 0. Raises DataFolderError for a damaged shard, a
-    key with two images, a sample whose images all have further dots in their names, and an image
-    without a label.
+    keys: list[str]
+    places: np.ndarray
+    """The offset and size of each in bytes, (n, 2), int64."""
+    labels: list[Label]
+    values: dict[str, np.ndarray]
+    """By name, (n, 3), int64: which of ``Value.names`` each value has, or how many these are if it
+    is in the ``.json``, or _MISSING; then the offset and size of its file."""
+    left_out: Counter[str]
+    """How many files are no images, by extension."""
+
+
+def _scan(path: str, *, labels: bool, values: Mapping[str, Value]) -> _Scanned:
+    """Return what is in a shard. Without ``labels`` none is read, and each is 0.
+
+    Raises DataFolderError for a damaged shard, a key with two images, a sample whose images all
+    have further dots in their names, an image without a label, and a shard without a value.
     """
     places: dict[str, tuple[int, int] | None] = {}
     label_of: dict[str, Label] = {}
+    value_of: dict[str, dict[str, tuple[int, int, int]]] = {name: {} for name in values}
     left_out = Counter[str]()
     dotted: dict[str, str] = {}  # a file with a further dot in its name, by key
     with (
@@ -261,6 +305,11 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             if not named:
                 continue
             key, suffix = named[1], f".{named[2].lower()}"
+            is_value = False
+            for name, value in values.items():
+                if (which := _which(suffix, value.names)) is not None:
+                    is_value, place = True, (which, member.offset_data, member.size)
+                    value_of[name][key] = min(place, value_of[name].get(key, place))
             if suffix in SUFFIXES:
                 if places.get(key):
                     raise DataFolderError(f"{path} has two images with key {key}: remove one")
@@ -273,6 +322,8 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
                     label = _label(f"{path}: {member.name}", suffix, content)
                     if label is not None:
                         label_of[key] = label
+            elif is_value:
+                places.setdefault(key, None)
             else:
                 left_out[suffix] += 1
                 if suffix.endswith(SUFFIXES):
@@ -291,15 +342,43 @@ def _scan(path: str, *, labels: bool) -> tuple[list[str], np.ndarray, list[Label
             )
     images = {key: place for key, place in places.items() if place}
     if len(images) < len(places):
-        left_out["labels without an image"] = len(places) - len(images)
+        what = "samples" if values else "labels"
+        left_out[f"{what} without an image"] = len(places) - len(images)
     for key in images:
         if labels and key not in label_of:
             raise DataFolderError(
                 f"{path}: the image {key} has no label: add {key}.cls, or {key}.json with the "
                 f"field {' or '.join(_LABEL_FIELDS)}"
             )
-    offsets_and_sizes = np.array(list(images.values()), np.int64).reshape(-1, 2)
-    return [*images], offsets_and_sizes, [label_of.get(key, 0) for key in images], left_out
+    for name, value in values.items():
+        if images and not any(key in value_of[name] for key in images):
+            key = next(iter(images))
+            file_names = " or ".join(f"{key}.{each}" for each in value.names)
+            raise DataFolderError(
+                f"{path}: no image has a {name}: neither {file_names} exists, nor {key}.json: set "
+                f"{value.flag}"
+            )
+    return _Scanned(
+        [*images],
+        np.array(list(images.values()), np.int64).reshape(-1, 2),
+        [label_of.get(key, 0) for key in images],
+        {name: _rows(found, images) for name, found in value_of.items()},
+        left_out,
+    )
+
+
+def _which(suffix: str, names: Sequence[str]) -> int | None:
+    """Return which of the ``names`` a file with this extension has, or how many these are if it is
+    a ``.json``, which may have any of them as a field; None: it has none."""
+    extensions = [f".{name.lower()}" for name in names]
+    if suffix in extensions:
+        return extensions.index(suffix)
+    return len(names) if suffix == ".json" else None
+
+
+def _rows(found: Mapping[str, tuple[int, int, int]], keys: Iterable[str]) -> np.ndarray:
+    places = [found.get(key, (_MISSING, 0, 0)) for key in keys]
+    return np.array(places, np.int64).reshape(-1, 3)
 
 
 _NEGATIVE = "it is damaged: a member's size is negative"

@@ -147,6 +147,14 @@ class ImageTextConfig:
         requires=("objective=siglip",),
         requires_at_default=True,
     )
+    caption_key: list[str] | None = flag(
+        None,
+        "where the captions are: columns of the table, or in webdataset extensions of files, else "
+        "fields of the sample's .json; of several captions of an image, one is drawn in each epoch "
+        "(docs/image_text.md) (default: the first that exists of caption, captions, text and txt)",
+        metavar="KEY",
+        requires=("tokenizer",),
+    )
     tokenizer: str | None = _flag(
         None,
         "what makes tokens of texts; bytes: their bytes in UTF-8; FILE: a tokenizer.json of the "

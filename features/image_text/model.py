@@ -135,7 +135,7 @@ class ImageTextSpec(TimmSpec):
 
 _OF_TRAINING = (
     *("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model"),
-    "tokenizer",  # whose checksum says which one it is
+    *("tokenizer", "caption_key"),  # a tokenizer's checksum says which one it is
 )
 """Flags that do not change the output of a trained model."""
 

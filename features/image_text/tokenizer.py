@@ -40,8 +40,8 @@ class Tokenizer(abc.ABC):
         self.length, self.canonical = length, canonical
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the tokens of texts, (texts, length), int32, truncated or padded. Raises ValueError
-        for a text that is not valid Unicode."""
+        """Return the tokens of texts, (texts, length), int32, truncated or padded. Raises
+        ValueError for a text that is not valid Unicode."""
         tokens = np.full((len(texts), self.length), self.pad, np.int32)
         for row, text in zip(tokens, texts, strict=True):
             found, _ = self._encode(self._prepared(text))
@@ -66,7 +66,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def canonical_text(text: str) -> str:
     """Return ``text`` in lower case, without punctuation (of ASCII) and with single spaces, as
-    big_vision's ``canonicalize_text``, which transformers' ``SiglipTokenizer`` and open_clip use."""
+    big_vision's ``canonicalize_text``, which transformers' ``SiglipTokenizer`` has, too."""
     return re.sub(r"\s+", " ", text.lower().translate(_PUNCTUATION)).strip()
 
 
@@ -104,7 +104,8 @@ class FileTokenizer(Tokenizer):
         if pad is None:
             what = f"has no token {pad_token!r}" if pad_token else "sets no padding token"
             raise UsageError(
-                f"--tokenizer {name} {what}: name one as pad_token in tokenizer_config.json beside it"
+                f"--tokenizer {name} {what}: name one as pad_token in tokenizer_config.json beside "
+                "it"
             )
         self.pad, self.end = int(pad), specials[-1] if specials else None
         numbers = tokenizer.get_vocab(with_added_tokens=True).values()

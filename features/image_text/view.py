@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from data.batch import Field
+from data.batch import Batch, Field
 from data.config import OPENED_BY
-from data.files import DataFolderError
-from data.source import DatasetRequest, View
+from data.files import BrokenImageError, DataFolderError
+from data.images import ImageSplit, ImageView
+from data.source import NO_VALUES, DatasetRequest, DataSource, Value
+from features.image_text.captions import NAMES, captions_of, read_captions
+from features.image_text.tokenizer import Tokenizer
+
+_WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder")
+_TRIED = 16
+"""Number of first pairs of a split, of which one must have a caption."""
 
 
 @dataclass(frozen=True)
-class ImageTextView(View):
+class ImageTextView(ImageView):
     """The fields ``image``, as of every view, and ``text``: the numbers of tokens, int32
     (length,)."""
 
     length: int
     vocab_size: int
+    tokenizer: Tokenizer | None
+    """What makes tokens of captions; None: the source does."""
+    keys: tuple[str, ...]
+    """Where captions are (``--caption_key``); (): in one of the usual places."""
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        if self.tokenizer is None:
+            return NO_VALUES
+        if not self.keys:
+            return {"caption": Value(NAMES, "--caption_key")}
+        return {key: Value((key,), "--caption_key") for key in self.keys}
 
     def check(self, request: DatasetRequest) -> None:
         kind = request.config.data_source
-        if kind in OPENED_BY and kind != "fake":
+        if kind == "fake" or kind not in OPENED_BY:
+            return
+        if kind not in _WITH_CAPTIONS:
             raise DataFolderError(
                 f"--objective siglip and clip require images with texts, which --data_source "
-                f"{kind} does not read: use --fake_data, or a data source of an --extension"
+                f"{kind} does not have: use {', '.join(_WITH_CAPTIONS)} or --fake_data"
+            )
+        if kind == "folder" and request.config.labels is None:
+            raise DataFolderError(
+                "--objective siglip and clip require images with texts: use --labels FILE, a table "
+                "with the columns path and caption, or another --data_source"
+            )
+        if self.tokenizer is None:
+            raise DataFolderError(
+                "texts require a tokenizer: use --tokenizer bytes, which is built in, or "
+                "--tokenizer FILE"
             )
 
     def fields(
@@ -33,3 +66,27 @@ class ImageTextView(View):
     ) -> dict[str, Field]:
         text = Field((self.length,), torch.int32, below=self.vocab_size)
         return {**super().fields(request, image_dtype, is_train=is_train), "text": text}
+
+    def fields_of(self, values: Mapping[str, Any], draw: Callable[[int], int]) -> Batch:
+        assert self.tokenizer is not None
+        captions = captions_of(values)
+        tokens = self.tokenizer([captions[draw(len(captions))]])
+        return {"text": torch.from_numpy(tokens[0])}
+
+    def arrange(
+        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
+    ) -> DataSource:
+        for split in splits.values() if self.values else ():
+            reason = ""
+            for number in range(min(_TRIED, len(split))):
+                try:
+                    read_captions(split, number)
+                    break
+                except BrokenImageError as error:
+                    reason = reason or str(error)
+            else:
+                raise DataFolderError(
+                    f"{split.name_of(0)} and the next images have no caption ({reason}): set "
+                    "--caption_key"
+                )
+        return super().arrange(request, name, splits)

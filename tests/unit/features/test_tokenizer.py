@@ -184,7 +184,7 @@ def test_an_unsuitable_tokenizer_is_one_line(flags, message, tmp_path):
 def test_a_used_checkpoint_brings_its_copy(tmp_path):
     save_clip_tokenizer(tmp_path / "made")
     named = f"--tokenizer {tmp_path}/made"
-    flags, before = resolved(named, "clip")
+    _, before = resolved(named, "clip")
     checksum = f"--tokenizer_checksum {before.checksum}"
     (tmp_path / "run" / "step_5").mkdir(parents=True)
     save_copy(

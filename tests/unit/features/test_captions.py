@@ -1,0 +1,174 @@
+"""Pairs from every kind of source: which caption an image has, and which are left out."""
+
+import json
+
+import pytest
+
+from data.batch import BatchShard, SampleIndex
+from data.files import DataFolderError
+from tests.support.archives import write_tar
+from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
+from tests.support.loading import check_same_epochs, concatenated
+
+pytestmark = pytest.mark.fast
+
+FORMS = ["txt", "json", "csv", "parquet", "huggingface"]
+
+
+def texts(split, epoch=0):
+    """The texts of a split's samples, in order."""
+    return [text(split[SampleIndex(epoch, n)].fields["text"]) for n in range(len(split))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pairs(form, tmp_path):
+    source = opened(tmp_path, write_pairs(tmp_path, form))
+    several = form != "txt"
+    for name, rows in ROWS.items():
+        split = source.splits[name]
+        assert len(split) == rows
+        assert [split.read(n) for n in range(rows)] == [image(name, n) for n in range(rows)]
+    val = [captions("val", n)[0] for n in range(ROWS["val"])]
+    assert texts(source.splits["val"]) == texts(source.splits["val"], epoch=1) == val
+    # Of several captions each is drawn in some epoch, and the same again in the same epoch.
+    epochs = [texts(source.splits["train"], epoch) for epoch in range(12)]
+    for number, found in enumerate(zip(*epochs, strict=True)):
+        expected = captions("train", number)
+        assert {*found} == {*(expected if several else expected[:1])}
+    assert epochs[3] == texts(opened(tmp_path, source_flags(source)).splits["train"], 3)
+    other = texts(opened(tmp_path, source_flags(source), seed=4).splits["train"], 3)
+    assert (epochs[3] != other) == several
+
+
+def source_flags(source):
+    config = next(iter(source.splits.values())).request.config
+    return {"data_source": config.data_source, "labels": config.labels}
+
+
+@pytest.mark.parametrize("form", ["json", "csv"])
+def test_any_number_of_devices_reads_the_same_and_continues(form, tmp_path):
+    flags = write_pairs(tmp_path, form)
+    whole = [*opened(tmp_path, flags).train_loader(4, BatchShard()).epoch(1)]
+    assert len(whole) == 3
+    halves = [
+        opened(tmp_path, flags | {"num_workers": 1}).train_loader(4, BatchShard(index, 2)).epoch(1)
+        for index in range(2)
+    ]
+    check_same_epochs([concatenated(pair) for pair in zip(*halves, strict=True)], whole)
+    rest = opened(tmp_path, flags).train_loader(4, BatchShard()).epoch(1, first_batch=2)
+    check_same_epochs(rest, whole[2:])
+
+
+def test_img2dataset_as_it_is(tmp_path):
+    for shard in range(2):
+        content = {}
+        for number in range(4):
+            key = f"{shard:05}{number:04}"
+            about = {"caption": f"pair {key}", "status": "success", "key": key}
+            content[f"{key}.jpg"] = image("train", number)
+            content[f"{key}.json"] = json.dumps(about).encode()
+            content[f"{key}.txt"] = about["caption"].encode()
+        write_tar(tmp_path / f"{shard:05}.tar", content)
+        (tmp_path / f"{shard:05}_stats.json").write_text("{}")
+        (tmp_path / f"{shard:05}.parquet").write_bytes(b"")
+    for keys in ((), ("caption",), ("txt",)):
+        source = opened(tmp_path, {"data_source": "webdataset"}, keys)
+        assert "val" not in source.splits
+        expected = [f"pair {shard:05}{n:04}" for shard in range(2) for n in range(4)]
+        assert texts(source.splits["train"]) == expected
+
+
+def test_several_keys_are_several_captions(tmp_path):
+    content = {}
+    for number in range(4):
+        content |= {f"{number}.png": image("train", number), f"{number}.txt": b"alt"}
+        content[f"{number}.json"] = b'{"long": "a longer one", "number": 1}'
+    write_tar(tmp_path / "train-0.tar", content)
+    train = opened(tmp_path, {"data_source": "webdataset"}, ("txt", "long")).splits["train"]
+    assert {*texts(train), *texts(train, 1)} == {"alt", "a longer one"}
+
+
+# -- left out ---------------------------------------------------------------------------
+
+BAD = {
+    "missing": ({}, "it has no caption"),
+    "empty": ({"txt": b""}, "its caption is empty"),
+    "blank": ({"txt": b" \n"}, "its caption is empty"),
+    "null": ({"json": b'{"caption": null}'}, "it has no caption"),
+    "none": ({"json": b'{"caption": []}'}, "it has no caption"),
+    "latin": ({"txt": b"caf\xe9"}, "its caption is not valid Unicode"),
+    "half": ({"json": b'{"caption": "\\ud800"}'}, "its caption is not valid Unicode"),
+    "number": ({"json": b'{"caption": 3}'}, "its caption is not text, but of type int"),
+    "damaged": ({"json": b'{"caption": '}, "its .json cannot be read: Expecting value"),
+    "large": ({"txt": b"a" * (2**20 + 1)}, "the limit for a value of a sample is 1,048,576"),
+}
+
+
+def test_pairs_without_a_caption_are_left_out_as_unreadable_images(tmp_path):
+    for split in ("train", "val"):
+        content = {"0000.png": image(split, 0), "0000.txt": b"good"}
+        for number, (files, _) in enumerate(BAD.values(), 1):
+            content[f"{number:04}.png"] = image(split, number)
+            content |= {f"{number:04}.{ending}": each for ending, each in files.items()}
+        for number in range(100, 130):
+            content |= {f"{number:04}.png": image(split, 0), f"{number:04}.txt": b"good"}
+        write_tar(tmp_path / f"{split}-0.tar", content)
+    source = opened(tmp_path, {"data_source": "webdataset"})
+    val = source.splits["val"]
+    for number, (_, reason) in enumerate(BAD.values(), 1):
+        sample = val[SampleIndex(0, number)]
+        ((name, found, at),) = sample.bad
+        assert (name.rpartition(": ")[2], at) == (f"{number:04}", number)
+        assert reason in found
+        assert int(sample.fields["index"]) == -1
+        assert not sample.fields["text"].any()
+    # In training another pair takes its place.
+    train = source.splits["train"]
+    for number in range(1, 1 + len(BAD)):
+        sample = train[SampleIndex(0, number)]
+        assert text(sample.fields["text"]) == "good"
+        assert sample.bad[0][2] == number
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "message"),
+    [
+        ("json", ["title"], "and the next images have no caption (it has no title): set"),
+        ("txt", ["title"], "no image has a title: neither 00000.title exists, nor 00000.json"),
+        ("none", [], "no image has a caption: neither 00000.caption or 00000.captions or"),
+        (
+            "csv",
+            ["title"],
+            "pairs.csv has no column title for the title of an image: set --caption",
+        ),
+        ("parquet", ["title"], "has no column title for the title of an image: set --caption_key"),
+        ("parquet", ["id"], "no caption (its id is not text, but of type int)"),
+        ("huggingface", ["title"], "has no column title for the title of an image: set --caption"),
+    ],
+)
+def test_a_source_without_captions_is_one_line(form, keys, message, tmp_path):
+    flags = write_pairs(tmp_path, form)
+    with pytest.raises(DataFolderError) as caught:
+        opened(tmp_path, flags, keys)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "use --labels FILE, a table with the columns path and caption"),
+        ({"data_source": "digits"}, "which --data_source digits does not have: use webdataset"),
+    ],
+)
+def test_sources_that_have_no_captions(flags, message, tmp_path):
+    with pytest.raises(DataFolderError, match=message):
+        opened(tmp_path, flags)
+
+
+def test_lines_about_one_image_agree(tmp_path):
+    flags = write_pairs(tmp_path, "csv")
+    with open(tmp_path / "pairs.csv", "a") as file:
+        file.write("images/val1.png,train,other\n")
+    with pytest.raises(DataFolderError, match=r"line 31 .*was already listed, in line 25, with an"):
+        opened(tmp_path, flags)
