@@ -195,10 +195,18 @@ class ImageTextConfig:
 
 
 @dataclass(frozen=True)
-class ZeroShotConfig:
-    """The images that are classified by texts, and the texts of their classes."""
+class TextEvaluationConfig:
+    """What evaluations compare: captions, and images with the names of their classes."""
 
     group: ClassVar[str] = "logging and evaluation"
+
+    val_captions: int = flag(
+        1,
+        "number of captions of each image in val/, the first ones, that count in the recall of "
+        "evaluations",
+        kind=bounded(int, 1, 1000),
+        requires=_REQUIRED,
+    )
 
     zero_shot: str | None = flag(
         None,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from features.image_text.config import (
     OBJECTIVES,
-    ImageTextConfig,
+    TextEvaluationConfig,
     TextsConfig,
-    ZeroShotConfig,
 )
 from training.config import RunConfig
 from training.errors import UsageError
@@ -73,7 +72,7 @@ class PairUse(Feature):
 class ZeroShot(Feature):
     """``--zero_shot``: classification by the names of classes."""
 
-    flags = ZeroShotConfig
+    flags = TextEvaluationConfig
     turned_on_by = ("--zero_shot",)
     percentages = {"val_zero_shot_top1": "zero-shot, top-1"}
 
@@ -115,10 +114,8 @@ class EmbeddingFeatures(Feature):
     def view(self, run: Run, *, augment: bool) -> View | None:
         from features.image_text.embedded_view import EmbeddedImageView, EmbeddedPairView
 
-        text = run.config.of(ImageTextConfig).text
-        if TEXT_EMBEDDING in (run.config.use.features_of or ()):
-            return EmbeddedPairView(text.length, text.vocab_size)
-        return EmbeddedImageView()
+        is_pair = TEXT_EMBEDDING in (run.config.use.features_of or ())
+        return EmbeddedPairView.of(run) if is_pair else EmbeddedImageView()
 
     def output_features(self, output: Any) -> Mapping[str, Tensor]:
         from features.image_text.model import Embedded

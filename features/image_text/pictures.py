@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 SIDE = 96
 """The longest side of an image in a picture, in pixels."""
-_NAME, _LINE = 30, 46
-"""The longest text beside the matrix, and in a line of ``nearest_texts``, in characters."""
-_LINES = 2
-"""The largest number of lines of a text of ``nearest_texts``."""
+_NAME, _LINE = 30, 56
+"""The longest text below the matrix, and in a line of ``nearest_figure``, in characters."""
+_OWN_LINES = 2
+"""The largest number of lines of an image's own text in ``nearest_figure``."""
+_LINE_HEIGHT = 0.17
+"""In inches."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class NearTexts:
     own: str
     """Its own text, the most similar one if there are several."""
     rank: int
-    """The place of this text among all, from 1."""
+    """The rank of this text among all, from 1."""
     texts: Sequence[tuple[str, float, bool]]
     """The nearest texts: each with its similarity, and whether it is one of the image's own."""
 
@@ -44,9 +46,9 @@ def similarity_figure(
     """Draw the similarities of some images (rows) with their texts (columns), (images, images)."""
     count, cell = len(images), 0.62  # inches
     names = [_shortened(text, _NAME) for text in texts]
-    below = 0.085 * max(map(len, names))
+    below = 0.065 * max(map(len, names))
     figure, axis = pyplot().subplots(
-        figsize=(cell * (count + 1.2) + 1.9, cell * count + below + 0.8), layout="constrained"
+        figsize=(cell * (count + 1.2) + 1.4, cell * count + below + 0.5), layout="constrained"
     )
     drawn = axis.imshow(similarities, cmap="Blues")
     figure.colorbar(drawn, label="cosine similarity", shrink=0.7)
@@ -78,8 +80,8 @@ def nearest_figure(found: Sequence[NearTexts]) -> Figure:
     """Draw images, each with its own text and with the texts that are most similar to it."""
     columns = 2 if len(found) > 1 else 1
     rows = -(-len(found) // columns)
-    most = max(len(each.texts) for each in found) + 1
-    height = 0.17 * _LINES * most + 0.2  # inches
+    most = max(len(each.texts) for each in found)
+    height = _LINE_HEIGHT * (most + _OWN_LINES) + 0.2
     figure, axes = pyplot().subplots(
         rows, columns, figsize=(5.6 * columns, height * rows), layout="constrained", squeeze=False
     )
@@ -89,16 +91,15 @@ def nearest_figure(found: Sequence[NearTexts]) -> Figure:
         axis.set_xlim(0, 5.6)
         axis.set_ylim(height, 0)
         _place(axis, each.image, 0.65, height / 2, 1.2)
-        own = f"own text, place {each.rank:,}: {each.own}"
+        own = _wrapped(f"own text, rank {each.rank:,}: {each.own}", _OWN_LINES)
         lines = [(own, "black", "bold")]
         for text, similarity, is_own in each.texts:
             color = "tab:green" if is_own else "0.25"
-            lines.append((f"{similarity:.2f}  {text}", color, "normal"))
+            lines.append((_wrapped(f"{similarity:.2f} {text}", 1), color, "normal"))
         y = 0.1
         for text, color, weight in lines:
-            wrapped = _wrapped(text)
-            axis.text(1.4, y, wrapped, color=color, weight=weight, fontsize=8, va="top")
-            y += 0.17 * (1 + wrapped.count("\n")) + 0.02
+            axis.text(1.4, y, text, color=color, weight=weight, fontsize=8, va="top")
+            y += _LINE_HEIGHT * (1 + text.count("\n"))
     return figure
 
 
@@ -133,6 +134,6 @@ def _shortened(text: str, longest: int) -> str:
     return as_label(shown if len(shown) <= longest else f"{shown[: longest - 3]}...")
 
 
-def _wrapped(text: str) -> str:
-    lines = textwrap.wrap(" ".join(text.split()), _LINE, max_lines=_LINES, placeholder=" ...")
+def _wrapped(text: str, most: int) -> str:
+    lines = textwrap.wrap(" ".join(text.split()), _LINE, max_lines=most, placeholder=" ...")
     return "\n".join(map(as_label, lines))

@@ -56,16 +56,17 @@ FOUND = np.dtype(
     [
         ("index", np.int64),
         ("rank", np.int64),
-        ("own", np.float32),
+        ("own", np.int64),
+        ("own_similarity", np.float32),
         ("of_image", np.int64, (_NEAREST,)),
         ("place", np.int64, (_NEAREST,)),
         ("similarity", np.float32, (_NEAREST,)),
     ]
 )
 """What one image is most similar to: its number in its split; how many wrong texts are at least as
-similar as its most similar own one; the similarity of that one; and the nearest texts, each by the
-number of an image that has it (PADDING: there are not so many) and its place among the texts of
-that image, with its similarity."""
+similar as its most similar own one; the place of that one among its texts, and its similarity; and
+the nearest texts, each by the number of an image that has it (PADDING: there are not so many) and
+its place among the texts of that image, with its similarity."""
 
 
 # -- what is known of each image -------------------------------------------------------------------
@@ -80,8 +81,8 @@ def found_by_image(mine: EmbeddedPairs) -> np.ndarray:
     found["index"] = mine.numbers.sort().values
     found["rank"] = ranks(images, links.texts, links.pairs)
     similarities = torch.einsum("iw,itw->it", mine.images, mine.texts)
-    best = similarities.where(mine.exists, -torch.inf).amax(1)
-    found["own"] = best[mine.numbers.argsort()]
+    best = similarities.where(mine.exists, -torch.inf)[mine.numbers.argsort()].max(1)
+    found["own"], found["own_similarity"] = best.indices, best.values
     values, numbers = nearest(images, links.texts, _NEAREST)
     of_image, place = links.shown_by[:, numbers.clamp(min=0)].masked_fill(numbers < 0, PADDING)
     found["of_image"], found["place"], found["similarity"] = of_image, place, values
@@ -115,6 +116,11 @@ def texts_of(split: Split, index: int) -> list[str]:
 def text_at(split: Split, index: int, place: int) -> str:
     texts = texts_of(split, index)
     return texts[min(place, len(texts) - 1)]
+
+
+def own_text(split: Split, row: np.void) -> str:
+    """Return the most similar own text of the image of a row of dtype FOUND."""
+    return text_at(split, int(row["index"]), int(row["own"]))
 
 
 def near_texts(split: Split, row: np.void) -> Iterator[tuple[str, float, bool]]:
@@ -159,8 +165,9 @@ class RetrievalReport(Report):
         return {
             "path": self.path_of(row),
             "texts": texts_of(self.split, int(row["index"])),
+            "own": own_text(self.split, row),
             "rank": int(row["rank"]) + 1,
-            "similarity": number(row["own"]),
+            "similarity": number(row["own_similarity"]),
             "nearest": [{"text": text, "similarity": number(value)} for text, value, _ in near],
         }
 
@@ -193,11 +200,11 @@ class RetrievalReport(Report):
             for direction, by_rank in self.result.recalls.items()
             for k in RANKS
         }
-        place = f"{np.median(self.found['rank']) + 1:g}"
+        middle = f"{np.median(self.found['rank']) + 1:g}"
         return {
             "different texts": f"{self.result.texts:,}",
             **recalls,
-            "median place of an image's own text": place,
+            "median rank of an image's own text": middle,
             "loss of all pairs": f"{result.loss:.4f}",
         }
 
@@ -207,17 +214,17 @@ class RetrievalReport(Report):
         for row in map(self._row, drawn):
             near = row["nearest"][0]
             rows.append([
-                row["path"], row["texts"][0], f"{row['rank']:,}", _shown(row["similarity"]),
+                row["path"], row["own"], f"{row['rank']:,}", _shown(row["similarity"]),
                 near["text"], _shown(near["similarity"]),
             ])  # fmt: skip
-        header = "image|its text|place of its text|similarity|nearest text|similarity"
+        header = "image|its text|rank of its text|similarity|nearest text|similarity"
         note = f"{len(rows)} of {len(self.found):,} images: {TABLE} has all."
         return PageTable("Images and texts", header.split("|"), rows, (1, 2, 5), note)
 
     def caption(self, error: np.void) -> tuple[str, str, str, str]:
         text, similarity, _ = next(near_texts(self.split, error))
-        own = texts_of(self.split, int(error["index"]))[0]
-        return own, f"(place {int(error['rank']) + 1:,}); nearest:", text, f", {similarity:.2f}"
+        rank = f"(rank {int(error['rank']) + 1:,}); nearest:"
+        return own_text(self.split, error), rank, text, f", {similarity:.2f}"
 
 
 def _shown(similarity: float | None) -> str:
@@ -269,7 +276,7 @@ def figures_of(
         return nearest_figure([
             NearTexts(
                 _image(split, int(row["index"])),
-                texts_of(split, int(row["index"]))[0],
+                own_text(split, row),
                 int(row["rank"]) + 1,
                 list(near_texts(split, row)),
             )

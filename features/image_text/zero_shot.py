@@ -22,7 +22,7 @@ from data.batch import Batch
 from data.files import DataFolderError, printable
 from data.open import open_data
 from data.source import DataSource, View, check_several_classes
-from features.image_text.config import ImageTextConfig, ZeroShotConfig
+from features.image_text.config import ImageTextConfig, TextEvaluationConfig
 from features.image_text.model import Embedded
 from features.image_text.texts import lines_of, source_of_texts, tokens_of
 from training.backend import Backend
@@ -60,7 +60,7 @@ class ZeroShotData(NamedTuple):
 def open_zero_shot(run: Run) -> ZeroShotData:
     """Open the images of ``--zero_shot``, and read the texts of their classes. Raises
     UsageError."""
-    flags = run.config.of(ZeroShotConfig)
+    flags = run.config.of(TextEvaluationConfig)
     assert flags.zero_shot is not None
     request = dataset_request(run, with_train=False, augment=False)
     other = {"labels": None, "train_split": None, "val_split": None}
@@ -252,7 +252,7 @@ def zero_shot_evaluations(training: Training, data: ZeroShotData) -> Hook:
             return []
         return [ZeroShotAccuracy(result, data.images.name)]
 
-    every = run.config.of(ZeroShotConfig).zero_shot_every or session.last_step
+    every = run.config.of(TextEvaluationConfig).zero_shot_every or session.last_step
     done = {_KIND: _steps_with(_METRIC, training)}
     return RegularEvaluations(session, {_KIND: every}, measure, done, "zero-shot classification")
 
