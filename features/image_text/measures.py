@@ -40,24 +40,26 @@ class PairRetrieval(Measure):
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         text = batch["text"][:, None]  # (images, texts of each, tokens)
+        others = {}
         if "other_texts" in batch:
             text = torch.cat([text, batch["other_texts"]], dim=1)
+            others["others"] = batch["others"]
         embedded = Embedded(*model((self._normalize(batch["image"]), text.flatten(0, 1))))
         same = [self._backend.mean(each.mean()) for each in (embedded.scale, embedded.bias)]
         values = {"scale_and_bias": torch.stack(same)}
-        count = batch.get("captions", torch.ones_like(batch["index"]))
         self._values.send(
             batch["index"],
             images=embedded.images,
             texts=embedded.texts.unflatten(0, text.shape[:2]),
             tokens=text,
-            count=count,
+            **others,
         )
         return values
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         self._scale, self._bias = values["scale_and_bias"]
-        part = self._values.receive()
+        part = {"others": np.zeros(1, np.int64)} | self._values.receive()
+        part["others"] = np.broadcast_to(part["others"], part["index"].shape)
         self._parts.append(part | {"tokens": ids_of_texts(part["tokens"])})
 
     def pairs(self) -> EmbeddedPairs:
@@ -66,11 +68,11 @@ class PairRetrieval(Measure):
         parts = self._parts
         if not has_own_images(self._backend):
             parts = [{name: values[:0] for name, values in parts[0].items()}]
-        index, images, texts, text_ids, count = (
+        index, images, texts, text_ids, others = (
             torch.from_numpy(np.concatenate([part[name] for part in parts]))
-            for name in ("index", "images", "texts", "tokens", "count")
+            for name in ("index", "images", "texts", "tokens", "others")
         )
-        exists = torch.arange(texts.shape[1]) < count[:, None]
+        exists = torch.arange(texts.shape[1]) <= others[:, None]
         return EmbeddedPairs(index, images, texts, text_ids, exists)
 
     def result(self) -> PairEvaluation:

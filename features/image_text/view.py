@@ -30,7 +30,7 @@ _TRIED = 16
 class ImageTextView(ImageView):
     """The fields ``image``, as of every view, and ``text``: the numbers of tokens, int32
     (length,). With ``val_captions`` of 2 or more, in validation also ``other_texts``, int32
-    (val_captions - 1, length), and ``captions``, how many captions an image has of these, int64."""
+    (val_captions - 1, length), and ``others``, how many of these an image has, int64."""
 
     length: int
     vocab_size: int
@@ -86,7 +86,7 @@ class ImageTextView(ImageView):
         if is_train or not self._others:
             return fields
         others = replace(text, shape=(self._others, self.length))
-        return fields | {"other_texts": others, "captions": Field((), torch.int64)}
+        return fields | {"other_texts": others, "others": Field((), torch.int64)}
 
     @property
     def _others(self) -> int:
@@ -103,8 +103,8 @@ class ImageTextView(ImageView):
         found = torch.from_numpy(self.tokenizer(captions[1 : self.val_captions]))
         others = torch.zeros(self._others, self.length, dtype=torch.int32)
         others[: len(found)] = found
-        count = torch.tensor(1 + len(found))
-        return {"text": tokens[0], "other_texts": others, "captions": count}
+        count = torch.tensor(len(found))
+        return {"text": tokens[0], "other_texts": others, "others": count}
 
     def arrange(
         self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
