@@ -95,7 +95,7 @@ def nearest_figure(found: Sequence[NearTexts]) -> Figure:
         lines = [(own, "black", "bold")]
         for text, similarity, is_own in each.texts:
             color = "tab:green" if is_own else "0.25"
-            lines.append((_wrapped(f"{similarity:.2f} {text}", 1), color, "normal"))
+            lines.append((_wrapped(f"{similarity:.3f} {text}", 1), color, "normal"))
         y = 0.1
         for text, color, weight in lines:
             axis.text(1.4, y, text, color=color, weight=weight, fontsize=8, va="top")

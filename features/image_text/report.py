@@ -153,7 +153,8 @@ class RetrievalReport(Report):
         "first."
     )
     pictured = "Similarities"
-    mistake = ("image", "not most similar to a text of its own")
+    mistake = ("image", "nearest to a text of others")
+    listed_in = TABLE
     hint = "Each is shown with the text nearest to it."
 
     @property

@@ -89,6 +89,8 @@ class Report(abc.ABC):
     """The title of the pictures on the page."""
     mistake = ("image", "classified wrongly")
     """What one of ``errors`` is: a noun, and what is wrong with it."""
+    listed_in = ERRORS
+    """The table that lists all mistakes."""
     hint = ""
     """How to read what is below the images of mistakes."""
 
@@ -216,7 +218,7 @@ def _page(report: Report, result: Evaluation, about: str, pictures: Sequence[byt
         "text_columns": ", ".join(f":nth-child({column})" for column in table.text_columns),
         "header": "".join(f"<th>{_text(name)}</th>" for name in table.header),
         "classes": _rows(table.rows),
-        "images_note": f"{images_note}. {ERRORS} lists all. {report.hint}",
+        "images_note": f"{images_note}. {report.listed_in} lists all. {report.hint}",
         "worst": "".join(
             f"<figure>{thumbnails[int(error['index'])]}<figcaption>"
             "<b>{}</b> {} <b>{}</b>{}".format(*map(_text, report.caption(error)))

@@ -171,7 +171,7 @@ def test_zero_shot_in_training(trained, zero_shot):
     records = [r for r in trained.records if "val_zero_shot_top1" in r]
     assert [record["step"] for record in records] == [3, STEPS]
     accuracy = 100 * np.mean(logits.argmax(1) == labels)
-    assert logits.std(axis=1).min() > 0.1  # else equal figures would mean little
+    assert logits.std(axis=1).min() > 0.05  # else equal figures would mean little
     in_top5 = 100 * np.mean((-logits).argsort(1)[:, :5] == labels[:, None]) * 5
     assert records[-1]["val_zero_shot_top1"] == pytest.approx(accuracy)
     assert records[-1]["val_zero_shot_top5"] == pytest.approx(in_top5)
@@ -187,7 +187,7 @@ def test_zero_shot_alone_on_xla(trained, zero_shot, flags):
     assert found["val_top1"] == pytest.approx(100 * np.mean(logits.argmax(1) == labels))
     losses = np.logaddexp.reduce(logits, axis=1) - logits[np.arange(len(labels)), labels]
     assert found["val_loss"] == pytest.approx(losses.mean(), rel=1e-4)
-    assert [row["label"] for row in found["classes"]] == WORDS
+    assert [row["class"] for row in found["classes"]] == WORDS
 
 
 def test_predict(trained, towers):
@@ -237,15 +237,13 @@ def test_features(trained, towers, files, flags, tmp_path):
         ("--texts cat", "--texts cat requires --predict"),
     ],
 )
-def test_mistakes(more, text, capsys, tmp_path, monkeypatch):
+def test_mistakes(more, text, flags, capsys, tmp_path):
     for name, content in (("few", "one\ntwo\n"), ("gap", "one {}\n\nthree {}")):
         (tmp_path / f"{name}.txt").write_text(content)
-    flags = [str(DIGITS) if word == "DIGITS" else word for word in more.split()]
-    flags = [str(tmp_path / word) if word.endswith(".txt") else word for word in flags]
-    pairs = [*PAIR_FLAGS, "--text_vocab_size", "257", "--tokenizer", "bytes"]
-    if "classify" in flags:
-        pairs = []
-    line = told_in_one_line(capsys, *tiny(tmp_path / "run"), *pairs, *flags)
+    words = [str(DIGITS) if word == "DIGITS" else word for word in more.split()]
+    words = [str(tmp_path / word) if word.endswith(".txt") else word for word in words]
+    pairs = [] if "classify" in words else flags[0]
+    line = told_in_one_line(capsys, *tiny(tmp_path / "run"), *pairs, *words)
     assert text in line.replace(f"{tmp_path}/", "")
     assert not (tmp_path / "run").exists()
 
