@@ -11,13 +11,14 @@ RUN ?= runs/digits-$(shell date +%Y%m%d-%H%M%S)
 # The newer TPU compiler; keep in sync with xla_fsdp/tpu.py.
 LIBTPU := 0.0.52
 
-.PHONY: help install tpu-compiler data train train-domain train-mae train-dino test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint docs format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
+.PHONY: help install tpu-compiler data train train-domain train-mae train-dino train-siglip test test-gpu-path test-fast test-long test-torchtpu test-slurm rehearse coverage lint docs format bench bench-start bench-checkpoint bench-gpu bench-domain faults clean
 
 help:
 	@echo "make train             set up .venv, then train a small ViT on handwritten digits (3 minutes)"
 	@echo "make train-domain      train on mosaics of digits, each image split over 4 virtual devices (5 minutes)"
 	@echo "make train-mae         pretrain a masked autoencoder on the digits, without labels (5 minutes)"
 	@echo "make train-dino        self-distillation (DINO) on the digits, without labels (5 minutes)"
+	@echo "make train-siglip      image-text pre-training (SigLIP) on digits and captions (6 minutes)"
 	@echo "make test              set up .venv, then run the tests (15 to 30 minutes)"
 	@echo "make install           set up .venv only"
 	@echo "make test-gpu-path     test FSDP2 and Megatron-FSDP with PyTorch 2.14 in .venv-newer"
@@ -103,6 +104,10 @@ train-mae: $(INSTALLED) datasets/digits
 train-dino: $(INSTALLED) datasets/digits
 	$(BIN)/python -u run_vit_training.py @recipes/digits_dino.args --data_dir datasets/digits \
 		--cpu_devices 2 --num_workers 2 --ckpt_dir $(subst digits,digits-dino,$(RUN)) $(ARGS)
+
+train-siglip: $(INSTALLED)
+	$(BIN)/python -u run_vit_training.py @recipes/digits_siglip.args --cpu_devices 2 --num_workers 1 \
+		--ckpt_dir $(subst digits,digits-siglip,$(RUN)) $(ARGS)
 
 # COVERAGE=1 records the executed lines, for make coverage. TESTS="tests/*/data" runs only these.
 # PART=2/3 runs every third long test from the second on, for several evenings or machines.

@@ -2,8 +2,9 @@
 
     python3 -m data.pack /datasets/imagenet-1k gs://bucket/imagenet-1k-shards --workers 8
 
-The source is an image folder, perhaps with a table of its images (``--labels``), or a folder with
-ImageNet's archives as they are downloaded, which are read in place. The target is a new folder, or
+The source is an image folder, perhaps with a table of its images and their captions (``--labels``,
+``--captions``), or a folder with ImageNet's archives as they are downloaded, which are read in
+place. The target is a new folder, or
 a URL. Files are copied as they are: broken ones stay broken, and images stay in their order, so
 that a run trains on the same as from the folder. The same images give the same shards, byte by
 byte.
@@ -12,6 +13,7 @@ byte.
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -48,6 +50,7 @@ from data.files import (
 )
 from data.image_table import read_table
 from data.index import SPLITS, FolderIndex, check_folder, folder_of_images, index_split
+from data.source import NO_VALUES, Value
 from data.utf8 import encodable, use_utf8
 from data.webdataset import PACK_FILE, MemberInfo, regular_members
 
@@ -62,23 +65,41 @@ class _Image(NamedTuple):
     start: int
     size: int
     label: int
+    captions: tuple[str, ...] = ()
+
+    def contents(self, *, labels: bool) -> dict[str, bytes]:
+        """Return what is written beside the image, by extension: captions in a text file or, if
+        there are several, as a list in JSON."""
+        contents = {".cls": str(self.label).encode()} if labels else {}
+        if len(self.captions) == 1:
+            contents[".txt"] = self.captions[0].encode(errors="surrogateescape")
+        elif self.captions:
+            contents[".json"] = json.dumps({CAPTION: self.captions}).encode()
+        return contents
 
 
+CAPTION = "caption"
+"""The field of JSON that has captions, as in img2dataset's."""
 Splits = dict[str, list[_Image]]
 """The images of each split, in their order."""
 
 
-def _table_images(config: DataConfig, *, labels: bool) -> tuple[Splits, list[str] | None]:
-    """Return the images that a table lists, and the names of the classes by label."""
-    indices = read_table(config, labels=labels)
+def _table_images(
+    config: DataConfig, captions: str | None, *, labels: bool
+) -> tuple[Splits, list[str] | None]:
+    """Return the images that a table lists, with those in its column of ``captions`` that are not
+    empty, and the names of the classes by label."""
+    values = {CAPTION: Value((captions,), "--captions")} if captions else NO_VALUES
+    indices = read_table(config, labels=labels, values=values)
     splits = {name: _images(index) for name, index in indices.items()}
     return splits, next(iter(indices.values())).classes
 
 
 def _images(index: FolderIndex) -> list[_Image]:
+    captions = index.values.get(CAPTION) or itertools.repeat(())
     return [
-        _Image(path, path, 0, os.path.getsize(path), label)
-        for path, label in zip(index.paths, index.labels.tolist(), strict=True)
+        _Image(path, path, 0, os.path.getsize(path), label, tuple(filter(None, texts)))
+        for path, label, texts in zip(index.paths, index.labels.tolist(), captions, strict=False)
     ]
 
 
@@ -224,13 +245,15 @@ def pack(
     *,
     labels: bool = True,
     table: DataConfig | None = None,
+    captions: str | None = None,
 ) -> list[str]:
     """Write the images of ``source`` as shards of at most ``shard_size`` bytes; return their paths.
 
     A folder appears when it is complete. At a URL each shard does, and until all have, a file there
     says that the target is incomplete; the same call goes on where an interrupted one stopped.
     Without ``labels`` images need no class folders, and there need be no val/. ``table``: the
-    flags of the table that lists the images. Raises DataFolderError.
+    flags of the table that lists the images; ``captions``: its column of captions. Raises
+    DataFolderError.
     """
     if is_url(source):
         raise DataFolderError(f"{source} is a URL: pack a folder on a local disk")
@@ -238,7 +261,8 @@ def pack(
         raise DataFolderError(f"{target} already exists: choose another target")
     has_archives = os.path.isfile(os.path.join(source, TRAIN_ARCHIVE))
     if table:
-        splits, classes = _table_images(replace(table, data_dir=source), labels=labels)
+        config = replace(table, data_dir=source)
+        splits, classes = _table_images(config, captions, labels=labels)
     elif has_archives and not os.path.exists(os.path.join(source, "train")):
         splits, classes = _archived_images(source, labels=labels)
     else:
@@ -253,14 +277,17 @@ def pack(
             for image in images:
                 files.ENCODED.check(image.size, image.name)
         for number, image in enumerate(images):
-            # A header, and the image in as many blocks as it fills; the label has one of each.
-            size = ((3 if labels else 1) - (-image.size // block)) * block
+            # Each file is a header, and its content in as many blocks as it fills.
+            beside = image.contents(labels=labels)
+            sizes = [image.size, *map(len, beside.values())]
+            size = sum((1 - (-each // block)) * block for each in sizes)
             if not of_split or of_split[-1].size + size > shard_size - tarfile.RECORDSIZE:
                 of_split.append(_Shard(f"{split}/{split}-{len(of_split):06}.tar", number))
             of_split[-1].images.append(image)
             of_split[-1].size += size
             name = os.path.basename(image.name).encode(errors="surrogateescape")
             digest.update(b"%b %d %d\n" % (name, image.size, image.label))
+            digest.update(b"".join(beside[each] for each in (".txt", ".json") if each in beside))
         shards += of_split
 
     # To a URL only the shards that are not there yet are written.
@@ -332,8 +359,7 @@ def _write(shard: _Shard, target: str, *, labels: bool) -> None:
                 with open(image.file, "rb", opener=regular) as file:
                     file.seek(image.start)
                     contents = {os.path.splitext(image.name)[1].lower(): file.read(image.size)}
-                if labels:
-                    contents[".cls"] = str(image.label).encode()
+                contents |= image.contents(labels=labels)
                 for ending, content in contents.items():
                     member = tarfile.TarInfo(f"{number:08}{ending}")
                     member.size = len(content)
@@ -385,6 +411,13 @@ def main() -> None:
         action="store_true",
         help="pack images without labels, from anywhere below train/ and val/, or below source",
     )
+    parser.add_argument(
+        "--captions",
+        type=not_empty,
+        metavar="COLUMN",
+        help="column of --labels with captions, to be packed as .txt, or as .json if an image has "
+        "several (default: pack no captions)",
+    )
     for each in fields(DataConfig):
         option = flag_of(each)
         if option and each.name in _TABLE_FLAGS:
@@ -399,7 +432,7 @@ def main() -> None:
     args = parser.parse_args()
     given = {name: getattr(args, name) for name in _TABLE_FLAGS}
     table = DataConfig(**given)
-    if table.labels is None and table != DataConfig():
+    if table.labels is None and (table != DataConfig() or args.captions):
         parser.error("the flags of a table require --labels")
     try:
         target, labels = args.target.rstrip("/"), not args.without_labels
@@ -410,6 +443,7 @@ def main() -> None:
             args.workers,
             labels=labels,
             table=table if table.labels else None,
+            captions=args.captions,
         )
     except (DataFolderError, OSError) as error:
         message = str(error)

@@ -255,5 +255,5 @@ class TextsConfig:
         "let --predict print which of these texts each image is most similar to, by a model of "
         "--objective siglip or clip",
         metavar="TEXT",
-        requires=("predict",),
+        requires=("predict", *_REQUIRED),
     )

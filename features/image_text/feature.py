@@ -12,7 +12,7 @@ from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 
 if TYPE_CHECKING:
-    from data.source import View
+    from data.source import DatasetRequest, DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
@@ -21,6 +21,12 @@ _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
 _NO_DECAY = ("norms", "biases", "embeddings")
 """As both papers' codes have it; above all, scale and bias are not drawn to zero."""
+
+
+def _open_captioned(request: DatasetRequest) -> DataSource:
+    from features.image_text.captioned_mosaics import open_captioned
+
+    return open_captioned(request)
 
 
 class ImageText(Feature):
@@ -33,8 +39,10 @@ class ImageText(Feature):
         "objective": {
             "siglip": "images and texts by sigmoids",
             "clip": "images and texts by softmax",
-        }
+        },
+        "data_source": {"captioned_mosaics": "digits with captions"},
     }
+    sources = {"captioned_mosaics": _open_captioned}
     excludes = {
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",
@@ -89,10 +97,21 @@ class ImageText(Feature):
 
         return ImageTextView.of(run) if augment else None  # else features of images alone
 
+    def check_data(self, run: Run, data: DataSource) -> str | None:
+        """Return what the log says of texts."""
+        from features.image_text.view import describe_texts
+
+        name = run.config.of(ImageTextConfig).tokenizer
+        if name is None or run.config.data.data_source == "fake":
+            return None
+        return describe_texts(data.splits["train"], name)
+
     def hooks(self, training: Training) -> Sequence[Hook]:
         from features.image_text.tokenizer_files import save_copy
 
         run, session = training.run, training.session
+        if line := training.opened[type(self)]:
+            session.reports.say(line)
         if session.backend.is_main:
             try:
                 save_copy(run.config, run.ckpt_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -12,7 +13,7 @@ from data.batch import Batch, Field
 from data.config import OPENED_BY
 from data.files import BrokenImageError, DataFolderError
 from data.images import ImageSplit, ImageView
-from data.source import NO_VALUES, DatasetRequest, DataSource, Value
+from data.source import NO_VALUES, DatasetRequest, DataSource, Split, Value
 from features.image_text.captions import NAMES, captions_of, read_captions
 from features.image_text.config import ImageTextConfig, TextEvaluationConfig
 from features.image_text.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ from features.image_text.tokenizer_files import open_tokenizer
 if TYPE_CHECKING:
     from training.resolve import Run
 
-_WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder")
+_WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder", "captioned_mosaics")
 _TRIED = 16
 """Number of first pairs of a split, of which one must have a caption."""
 
@@ -60,7 +61,7 @@ class ImageTextView(ImageView):
 
     def check(self, request: DatasetRequest) -> None:
         kind = request.config.data_source
-        if kind == "fake" or kind not in OPENED_BY:
+        if kind == "fake" or kind not in (*OPENED_BY, *_WITH_CAPTIONS):
             return
         if kind not in _WITH_CAPTIONS:
             raise DataFolderError(
@@ -123,3 +124,23 @@ class ImageTextView(ImageView):
                     "--caption_key"
                 )
         return super().arrange(request, name, splits)
+
+
+_COUNTED = 256
+
+
+def describe_texts(split: Split, name: str) -> str:
+    """Return what a log says of the texts of a split: the tokenizer with this ``name``, and how
+    many of the first captions are truncated."""
+    view = split.request.view
+    assert isinstance(view, ImageTextView)
+    assert view.tokenizer is not None
+    tokenizer, lengths = view.tokenizer, list[bool]()
+    for number in range(min(_COUNTED, len(split))):
+        with contextlib.suppress(BrokenImageError):
+            lengths += map(tokenizer.is_truncated, read_captions(split, number))
+    form = ", canonical" if tokenizer.canonical else ""
+    return (
+        f"texts: {tokenizer.vocab_size:,} tokens ({name}{form}); {sum(lengths)} of the first "
+        f"{len(lengths)} captions are truncated to --text_length {view.length}"
+    )

@@ -49,6 +49,7 @@ from tests.support.typed_with_fakes import (
     trains,
     trains_in_background,
     trains_on_a_table,
+    uses_captions,
 )
 
 
@@ -192,6 +193,12 @@ RUN: dict[str, Run] = {
             r"^training completed: step 440, checkpoint runs/digits-dino-",
         ),
         leaves=("runs/digits-dino-*/step_440",),
+        long=True,
+        quoted=True,
+    ),
+    "make train-siglip": Run(
+        (r"^training completed: step \d+, val loss \d\.\d+, checkpoint runs/digits-siglip-",),
+        leaves=("runs/digits-siglip-*/curves.png",),
         long=True,
         quoted=True,
     ),
@@ -428,6 +435,7 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python benchmarks/": benchmark_takes,
     r"python3 run_vit_training.py --plan": plans,
     r"python3 run_vit_training.py --compile_only": compiles,
+    r"python3 .*~/photos/captions.csv": uses_captions,
     r"python3 -m data.pack ~": packs_archives,
     r"\(cd ~ && for image|photos=~/upright": prepares_photographs,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,

@@ -16,6 +16,7 @@ from features.image_text.tokenizer import ByteTokenizer
 from features.image_text.view import ImageTextView
 from tests.support.archives import write_tar
 from tests.support.table_files import noise_png
+from training.data import opener_of
 
 LENGTH = 32
 ROWS = {"train": 12, "val": 5}
@@ -96,13 +97,18 @@ def _write_saved(root, form):
 
 
 def opened(
-    root: Path, flags: dict, keys: Sequence[str] = (), *, seed: int = 3, tokenizer=None
+    root: Path, flags: dict, keys: Sequence[str] = (), *, seed: int = 3, size: int = 16
 ) -> DataSource:
     """The source as a run opens it, with the bytes of captions as tokens."""
-    tokenizer = tokenizer or ByteTokenizer(LENGTH, canonical=False)
+    tokenizer = ByteTokenizer(LENGTH, canonical=False)
     view = ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, tuple(keys))
     config = DataConfig(**{"data_dir": str(root), "batch_size": 4, "num_workers": 0} | flags)
-    return open_data(DatasetRequest(config, 3, (16, 16), 1, seed, labels=False, view=view))
+    kind = config.data_source
+    return open_data(
+        DatasetRequest(
+            config, 3, (size, size), 1, seed, labels=False, view=view, opened_by=opener_of(kind)
+        )
+    )
 
 
 def text(tokens) -> str:

@@ -84,6 +84,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "text_vocab_size": ("2", "40"),
     "text_norm_eps": ("1e-6",),
     "projection_dim": ("8", "32"),
+    "caption_key": ("caption",),
     "tokenizer": ("bytes",),
     "tokenizer_checksum": ("bytes",),
     "val_captions": ("1", "3"),
@@ -280,10 +281,24 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         },
         "--objective siglip": pairs,
         "--objective clip": pairs,
-        "--tokenizer bytes": {"text_vocab_size": "--text_vocab_size 300"},
         f"--zero_shot {DIGITS}": {
             "text_vocab_size": "--text_vocab_size 300",
             "tokenizer": "--tokenizer bytes",
+        },
+        **{
+            typed: {"text_vocab_size": "--text_vocab_size 300"}
+            for typed in (
+                "--tokenizer bytes",
+                "--tokenizer_checksum bytes",
+                "--caption_key caption",
+            )
+        },
+        "--data_source captioned_mosaics": pairs
+        | {
+            "data_source": "--data_source captioned_mosaics",
+            "objective": "--objective siglip",
+            "tokenizer": "--tokenizer bytes",
+            "text_vocab_size": "--text_vocab_size 300",
         },
         "--multi_label": {
             "labels": f"--labels {folder}/images.csv",

@@ -1,5 +1,6 @@
 """Folders of tokenizers as transformers saves them, made by transformers and tokenizers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ SENTENCES = [
 ] * 4
 
 
-def save_clip_tokenizer(folder: Path) -> Any:
-    """Save transformers' ``CLIPTokenizer`` with a small vocabulary to a folder, and return it."""
+def save_clip_tokenizer(folder: Path, more: Sequence[str] = ()) -> Any:
+    """Save transformers' ``CLIPTokenizer`` with a small vocabulary, which has ``more`` tokens."""
     from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e</w>"), ("a", "n"), ("an", "d</w>"), ("c", "at</w>")]
     merges.insert(4, ("a", "t</w>"))
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *map("".join, merges)]
-    tokens += ["<|startoftext|>", "<|endoftext|>"]
+    tokens += [*more, "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = CLIPTokenizer(vocab=vocabulary, merges=merges)
     tokenizer.save_pretrained(folder)

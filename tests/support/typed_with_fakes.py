@@ -355,6 +355,30 @@ def gcloud_takes_there(machine: Machine, command: Command, tmp_path: Path) -> No
     gcloud_accepts(shlex.split(there), tmp_path / "config")
 
 
+def uses_captions(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """One step of run_vit_training.py, or data.pack, on photographs with captions in a table."""
+    photos, rows = machine.home / "photos", [["path", "caption"]]
+    photos.mkdir()
+    for number in range(20):
+        Image.new("RGB", (20, 30), (number, 0, 0)).save(photos / f"{number}.jpg")
+        rows.append([f"{number}.jpg", f"photograph {number}"])
+    with (photos / "captions.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    words = machine.noted(command, "python3")
+    if "run_vit_training.py" in command.text:
+        words += "--num_workers 0 --backend cuda --max_steps 1 --image_size 16".split()
+        words += "--batch_size 4 --embed_dim 16 --num_heads 2 --num_blocks 1".split()
+        words += "--text_width 16 --text_heads 2 --text_depth 1".split()
+    done = run_program(*words, variables=machine.variables)
+    assert done.returncode == 0, done.stderr
+    if "run_vit_training.py" in command.text:
+        assert "texts: 257 tokens (bytes, canonical)" in done.stdout
+    else:
+        assert sorted(path.name for path in (machine.home / "photos-shards").iterdir()) == [
+            *("train", "val"),
+        ]
+
+
 def packs_archives(machine: Machine, command: Command, tmp_path: Path) -> None:
     """Into a folder, or into one by its URL, in place of a bucket."""
     write_imagenet_archives(machine.home / "Downloads")

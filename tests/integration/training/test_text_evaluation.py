@@ -69,8 +69,8 @@ def flags(files):
 
 @pytest.fixture(scope="module")
 def trained(flags, tmp_path_factory):
-    """A run in two processes, whose last batch of validation is in one of them alone, of a few
-    steps from random weights that tell images and texts apart."""
+    """A run in two processes from random weights that tell images and texts apart; the last batch
+    of validation is in one of the two alone."""
     folder = tmp_path_factory.mktemp("trained")
     model = filled(on_gpus([*tiny(folder), *flags[0]]).model)
     torch.manual_seed(0)

@@ -1,11 +1,14 @@
 """Pairs from every kind of source: which caption an image has, and which are left out."""
 
 import json
+import re
 
 import pytest
 
 from data.batch import BatchShard, SampleIndex
+from data.digits import read_digits
 from data.files import DataFolderError
+from data.pack import main as pack
 from tests.support.archives import write_tar
 from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
 from tests.support.loading import check_same_epochs, concatenated
@@ -76,6 +79,26 @@ def test_img2dataset_as_it_is(tmp_path):
         assert "val" not in source.splits
         expected = [f"pair {shard:05}{n:04}" for shard in range(2) for n in range(4)]
         assert texts(source.splits["train"]) == expected
+
+
+def test_packed_captions_are_those_of_the_table(tmp_path, monkeypatch, capsys):
+    flags = write_pairs(tmp_path, "csv")
+    command = f"data.pack {tmp_path} {tmp_path}/shards --labels {flags['labels']} --workers 1"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--without_labels", "--captions", "caption"])
+    pack()
+    table, shards = opened(tmp_path, flags), opened(tmp_path / "shards", PACKED)
+    for name in ROWS:
+        for epoch in range(4):
+            ours, expected = (texts(each.splits[name], epoch) for each in (shards, table))
+            assert ours == expected
+    monkeypatch.setattr("sys.argv", [*command.split(), "--without_labels", "--captions", "title"])
+    (tmp_path / "shards").rename(tmp_path / "packed")
+    with pytest.raises(SystemExit):
+        pack()
+    assert "pairs.csv has no column title for the caption of an image" in capsys.readouterr().err
+
+
+PACKED = {"data_source": "webdataset"}
 
 
 def test_several_keys_are_several_captions(tmp_path):
@@ -172,3 +195,75 @@ def test_lines_about_one_image_agree(tmp_path):
         file.write("images/val1.png,train,other\n")
     with pytest.raises(DataFolderError, match=r"line 31 .*was already listed, in line 25, with an"):
         opened(tmp_path, flags)
+
+
+# -- mosaics of digits --------------------------------------------------------------------
+
+
+def test_mosaics_hold_out_combinations():
+    source = opened("", {"data_source": "captioned_mosaics"}, size=24)
+    train, val = source.splits["train"], source.splits["val"]
+    of_train = {each for n in range(len(train)) for each in train.value(n, "caption")}
+    of_val = [val.value(n, "caption") for n in range(len(val))]
+    assert len({captions[0] for captions in of_val}) == len(of_val) == 134
+    assert not of_train & {each for captions in of_val for each in captions}
+    # Each word of a validation caption is known from training.
+    words = {word for each in of_train for word in each.split()}
+    assert {word for captions in of_val for each in captions for word in each.split()} <= words
+
+
+def test_mosaics_show_what_their_captions_say():
+    """The digits in the cells, found by comparing them with all digits of the split."""
+    source = opened("", {"data_source": "captioned_mosaics"}, size=24)
+    known = {
+        split: {
+            pixels.tobytes(): digit for each, digit, _, pixels in read_digits() if each == split
+        }
+        for split in ROWS
+    }
+    for name, numbers in (("val", range(134)), ("train", range(536))):
+        split = source.splits[name]
+        for number in numbers:
+            pixels = split.open(number).pixels()[:, :, 0]
+            cells = pixels.reshape(3, 8, 3, 8).swapaxes(1, 2)
+            there = {
+                (row, column): known[name][cells[row, column].tobytes()]
+                for row in range(3)
+                for column in range(3)
+                if cells[row, column].any()
+            }
+            captions = split.value(number, "caption")
+            assert all(is_true(caption, there) for caption in captions), (captions, there)
+    assert not is_true("a seven above a one", {(1, 0): 7, (0, 0): 1})
+
+
+NUMBERS = {word: number for number, word in enumerate("zero one two three four five".split())}
+SINGULAR = "zero one two three four five six seven eight nine".split()
+PLURAL = "zeros ones twos threes fours fives sixes sevens eights nines".split()
+
+
+def is_true(caption, there):
+    """Whether a caption is true of the digits in these cells, and says all of them."""
+    digits = [*there.values()]
+    words = caption.replace(",", "").split()
+    named = [word for word in words if word in PLURAL]
+    singles = re.findall(r"\ban? (\w+)", caption) or re.findall(r"^one (\w+)", caption)
+    by = re.search(r" (above|over|below|under|left|right)( of)? ", caption)
+    if by and " at the " not in caption and len(singles) == 2:
+        cell = {digit: at for at, digit in there.items()}
+        first, second = (cell[SINGULAR.index(word)] for word in singles)
+        axis = 0 if by[1] in ("above", "over", "below", "under") else 1
+        is_first = by[1] in ("above", "over", "left")
+        low, high = (first, second) if is_first else (second, first)
+        return len(there) == 2 and low[axis] < high[axis] and low[1 - axis] == high[1 - axis]
+    if not named:
+        ((row, column),) = there
+        where = " ".join(filter(None, [("top", "", "bottom")[row], ("left", "", "right")[column]]))
+        return digits == [SINGULAR.index(singles[0])] and re.search(
+            rf"(the |, ){where or 'center'}( |$)", caption
+        )
+    expected = [SINGULAR.index(word) for word in singles]
+    for at, word in enumerate(words):
+        if word in PLURAL:
+            expected += [PLURAL.index(word)] * NUMBERS[words[at - 1]]
+    return sorted(expected) == sorted(digits)

@@ -1,0 +1,109 @@
+"""Training on captions: the tokenizer travels with a run, which continues in the middle of an epoch
+on another number of devices; pairs that are left out."""
+
+import csv
+
+import pytest
+
+from tests.fakes.hub_server import HubServer, Repository
+from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.support.tokenizer_files import save_clip_tokenizer
+from tests.support.usage_error import told_in_one_line
+
+TOWER = "--text_depth 1 --text_width 16 --text_heads 2 --text_length 16".split()
+PAIRS = ["--objective", "siglip", *TOWER, "--scale", "1", "1"]
+WORDS = "zero one two three four five six seven eight nine".split()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a table of digits, their captions, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("captions")
+    save_clip_tokenizer(folder / "tokenizer")
+    rows = [("path", "split", "caption")]
+    for path in sorted(DIGITS.glob("*/*/*.png")):
+        split, digit, name = path.relative_to(DIGITS).parts
+        word = WORDS[int(digit)]
+        for caption in (f"a {word}", f"The digit {word}!", f"{word}, written by a hand"):
+            rows.append((f"{split}/{digit}/{name}", split, caption))
+    rows[6] = (*rows[6][:2], "")  # of three captions one is empty
+    first_val = next(number for number, row in enumerate(rows) if row[1] == "val")
+    for number in range(first_val, first_val + 3):
+        rows[number] = (*rows[number][:2], " ")
+    with open(folder / "pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+def flags_of(made):
+    return [*PAIRS, "--labels", str(made / "pairs.csv"), "--tokenizer", str(made / "tokenizer")]
+
+
+@pytest.fixture(scope="module")
+def run(made, tmp_path_factory):
+    """A run in two processes, with a checkpoint on the way."""
+    flags = [*flags_of(made), *"--ckpt_step_interval 3 --text_vocab_size 600".split()]
+    return train_tiny_gpu(tmp_path_factory.mktemp("run"), *flags, processes=2)
+
+
+def test_a_run_records_its_tokenizer(made, run):
+    values = run.run_file["arguments"]
+    assert values["tokenizer"] == str(made / "tokenizer")
+    assert values["canonical_text"] is True
+    assert values["tokenizer_checksum"]
+    written = (made / "tokenizer" / "tokenizer.json").read_bytes()
+    assert (run.ckpt_dir / "tokenizer.json").read_bytes() == written
+    assert f"tokens ({made / 'tokenizer'}, canonical); 0 of" in run.stdout
+    assert "of the first 767 captions are truncated to --text_length 16" in run.stdout
+    # The pair of three blank captions.
+    assert run.evaluations[-1]["val_images"] == 89
+    assert "its caption is empty" in (run.ckpt_dir / "bad_images.txt").read_text()
+
+
+def test_it_continues_with_the_copy_on_another_number_of_devices(made, run, tmp_path):
+    flags = [
+        flag for flag in flags_of(made) if flag not in ("--tokenizer", str(made / "tokenizer"))
+    ]
+    moved = (made / "tokenizer").rename(made / "moved")
+    try:
+        resumed = train_tiny_gpu(tmp_path, *flags, "--resume", str(run.ckpt_dir / "step_3"))
+    finally:
+        moved.rename(made / "tokenizer")
+    assert resumed.column("loss") == pytest.approx(run.column("loss")[3:], rel=2e-5)
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def test_another_tokenizer_is_one_line(made, run, tmp_path, capsys):
+    shared = ["--backend", "cuda", "--data_dir", DIGITS, *TINY_MODEL, *TINY_RUN, *PAIRS]
+    shared += ["--labels", made / "pairs.csv", "--ckpt_dir", run.ckpt_dir]
+    for other in (tmp_path, "bytes"):
+        save_clip_tokenizer(tmp_path, more=["cats"])
+        line = told_in_one_line(capsys, *shared, "--tokenizer", other)
+        assert f"--tokenizer {other} has the checksum " in line
+        assert "with which the run was started: use the same tokenizer, or another" in line
+    line = told_in_one_line(capsys, *shared, "--no_canonical_text")
+    assert "was trained with --canonical_text, not --no-canonical_text" in line
+
+
+def test_a_tokenizer_on_the_hub(made, tmp_path):
+    folder = made / "tokenizer"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    command = [
+        *("run_vit_training.py", "--backend", "cuda", "--print_config", "--fake_data"),
+        *(*TINY_MODEL, *TINY_RUN, *PAIRS, "--text_vocab_size", "600", "--tokenizer"),
+    ]
+    with HubServer() as server:
+        server.repositories["us/clip"] = Repository()
+        commit = server.repositories["us/clip"].commit(files | {"model.safetensors": b"no"})
+        server.repositories["us/vit"] = Repository()
+        server.repositories["us/vit"].commit({"config.json": b"{}"})
+        variables = server.variables(tmp_path / "cache")
+        done = run_program(*command, "hf-hub:us/clip", variables=variables)
+        assert done.returncode == 0, done.stderr
+        assert f"hf-hub:us/clip@{commit}" in done.stdout
+        refused = run_program(*command, "hf-hub:us/vit", variables=variables)
+        assert refused.returncode == 2
+        assert "this repository has no tokenizer.json: use one that has" in refused.stderr
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    offline = run_program(*command, f"hf-hub:us/clip@{commit}", variables=variables)
+    assert offline.stdout == done.stdout
