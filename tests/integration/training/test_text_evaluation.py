@@ -78,7 +78,7 @@ def trained(flags, tmp_path_factory):
         if not name.startswith("logit_"):
             values.data.add_(0.2 * torch.randn(values.shape))
     save_file(model.state_dict(), folder / "random.safetensors")
-    more = f"--max_steps {STEPS} --batch_size 64 --num_epochs 9 --test_step_interval 2 --lr 1e-4".split()
+    more = f"--max_steps {STEPS} --batch_size 64 --test_step_interval 2 --lr 1e-4".split()
     pairs, zero_shot = flags
     more += ["--init_from", str(folder / "random.safetensors")]
     every = ["--zero_shot_every", "3", "--ckpt_best"]
