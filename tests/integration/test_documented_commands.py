@@ -198,7 +198,8 @@ RUN: dict[str, Run] = {
     ),
     "make train-siglip": Run(
         (
-            r"^training completed: step \d+, val recall@1 \d+\.\d+ %, checkpoint runs/digits-siglip-",
+            r"^training completed: step \d+, val recall@1 \d+\.\d+ %, checkpoint runs/"
+            r"digits-siglip-",
         ),
         leaves=("runs/digits-siglip-*/curves.png",),
         long=True,

@@ -135,6 +135,15 @@ def test_every_evaluation_has_the_recall_of_all_pairs(trained, plain):
     assert b"val/image_to_text_r1" in events
 
 
+@pytest.mark.long
+def test_a_start_after_the_end_evaluates_nothing_again(trained, flags):
+    before = trained.records
+    again = f"--max_steps {STEPS} --batch_size 64 --test_step_interval 2 --lr 1e-4".split()
+    pairs, zero_shot = flags
+    train_tiny_gpu(trained.ckpt_dir, *pairs, *zero_shot, *again, processes=2)
+    assert trained.records == before
+
+
 def test_alone_on_xla_with_a_report(trained, plain, flags, tmp_path):
     need_xla()
     report = ["--eval_only", "--json", "--cpu_devices", "2", "--eval_report", str(tmp_path / "r")]

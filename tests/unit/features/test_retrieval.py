@@ -11,9 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from features.image_text.report import found_by_image
 from features.image_text.retrieval import (
     EmbeddedPairs,
+    Items,
+    Links,
     PairEvaluation,
     evaluate_pairs,
     ids_of_texts,
+    ranks,
 )
 from tests.unit.features.test_image_text_loss import PLAIN
 
@@ -128,6 +131,17 @@ def test_no_pairs():
     assert not found.images
     assert "val_recall_at_1" not in found.values
     assert isinstance(found, PairEvaluation)
+
+
+def test_padding_between_candidates_is_none():
+    """As that of processes with fewer texts than the others."""
+    drawn = pairs(40, None, torch.arange(40)[:, None])
+    links = Links.of(drawn)
+    texts = Items(*(torch.cat([x[:1], x[:1], x[1:25], x[:3], x[25:]]) for x in links.texts))
+    texts.numbers[1], texts.numbers[26:29] = -1, -1
+    expected = ranks(links.images, links.texts, links.pairs)
+    assert len({*expected.tolist()}) > 5
+    assert torch.equal(ranks(links.images, texts, links.pairs), expected)
 
 
 def test_no_tensor_is_as_large_as_the_matrix():
