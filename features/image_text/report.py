@@ -72,16 +72,19 @@ its place among the texts of that image, with its similarity."""
 # -- what is known of each image -------------------------------------------------------------------
 
 
-def found_by_image(mine: EmbeddedPairs) -> np.ndarray:
-    """Return what this process's images are most similar to, (images,), of dtype FOUND; all
-    processes must call it."""
-    links = Links.of(mine)
+def found_by_image(mine: EmbeddedPairs, only: Sequence[int] | None = None) -> np.ndarray:
+    """Return what this process's images are most similar to, (images,), of dtype FOUND, in their
+    order; all processes must call it. ``only``: the numbers of some images; None: all."""
+    links, order = Links.of(mine), mine.numbers.argsort()
     images = links.images
-    found = np.empty(len(images.numbers), FOUND)
-    found["index"] = mine.numbers.sort().values
+    if only is not None:
+        chosen = torch.isin(mine.numbers[order], torch.tensor(only))
+        images, order = Items(*(x[chosen] for x in images)), order[chosen]
+    found = np.empty(len(order), FOUND)
+    found["index"] = mine.numbers[order]
     found["rank"] = ranks(images, links.texts, links.pairs)
-    similarities = torch.einsum("iw,itw->it", mine.images, mine.texts)
-    best = similarities.where(mine.exists, -torch.inf)[mine.numbers.argsort()].max(1)
+    similarities = torch.einsum("iw,itw->it", mine.images[order], mine.texts[order])
+    best = similarities.where(mine.exists[order], -torch.inf).max(1)
     found["own"], found["own_similarity"] = best.indices, best.values
     values, numbers = nearest(images, links.texts, _NEAREST)
     of_image, place = links.shown_by[:, numbers.clamp(min=0)].masked_fill(numbers < 0, PADDING)
@@ -235,7 +238,7 @@ def _shown(similarity: float | None) -> str:
 def gather_report(measure: PairRetrieval, split: Split) -> RetrievalReport | None:
     """Return the report in the first process, None in the others; all must call it."""
     mine, result = measure.pairs(), measure.result()
-    found, matrix = everything(mine, len(split))
+    found, matrix = in_order(found_by_image(mine)), matrix_of(mine, len(split))
     if exchange.rank():
         return None
     errors = found[found["rank"] > 0]
@@ -243,20 +246,21 @@ def gather_report(measure: PairRetrieval, split: Split) -> RetrievalReport | Non
     return RetrievalReport((), split, errors, found, matrix, result)
 
 
-def everything(
-    mine: EmbeddedPairs, count: int
-) -> tuple[np.ndarray, tuple[np.ndarray, Sequence[int]]]:
-    """Return, in the first process, what the images of all processes are most similar to, in their
-    order, and the similarities of a few of the ``count`` images of the split and their first texts,
-    with the numbers of these images; all must call it."""
-    found = exchange.gather_rows(found_by_image(mine))
-    chosen = torch.tensor(spread(_IN_MATRIX, count))
-    is_chosen = torch.isin(mine.numbers, chosen)
+def in_order(found: np.ndarray) -> np.ndarray:
+    """Return, in the first process, what was found by all processes, in the order of the images;
+    all must call it."""
+    rows = exchange.gather_rows(found)
+    return rows[rows["index"].argsort()]
+
+
+def matrix_of(mine: EmbeddedPairs, count: int) -> tuple[np.ndarray, Sequence[int]]:
+    """Return the similarities of a few of the ``count`` images of a split and their first texts,
+    (images, images), and the numbers of these images; all processes must call it."""
+    is_chosen = torch.isin(mine.numbers, torch.tensor(spread(_IN_MATRIX, count)))
     parts = (mine.numbers, mine.images, mine.texts[:, 0])
     numbers, images, texts = (torch.cat(gathered(part[is_chosen])) for part in parts)
     order = numbers.argsort()
-    matrix = (images[order] @ texts[order].T).numpy()
-    return found[found["index"].argsort()], (matrix, numbers[order].tolist())
+    return (images[order] @ texts[order].T).numpy(), numbers[order].tolist()
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -303,7 +307,9 @@ class PairPictures(Hook):
         measure, self.objective.measured_last = self.objective.measured_last, None
         if measure is None or not measure.is_complete:
             return
-        found, matrix = everything(measure.pairs(), len(self.split))
+        mine, count = measure.pairs(), len(self.split)
+        found = in_order(found_by_image(mine, spread(_IN_PICTURE, count)))
+        matrix = matrix_of(mine, count)
         reports = self.session.reports
         if not self.session.backend.is_main or not len(found):
             return

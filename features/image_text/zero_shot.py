@@ -65,8 +65,11 @@ def open_zero_shot(run: Run) -> ZeroShotData:
     request = dataset_request(run, with_train=False, augment=False)
     other = {"labels": None, "train_split": None, "val_split": None}
     request = request.with_data(data_dir=flags.zero_shot, data_source="folder", **other)
-    images = open_data(replace(request, labels=True, view=View(), opened_by=None))
-    check_several_classes(images)
+    try:
+        images = open_data(replace(request, labels=True, view=View(), opened_by=None))
+        check_several_classes(images)
+    except DataFolderError as error:
+        raise DataFolderError(str(error).replace("--data_dir", "--zero_shot")) from None
     assert images.classes is not None
     names = names_of(images.classes, flags.class_names)
     prompts = lines_of("--prompts", flags.prompts or str(PROMPTS))

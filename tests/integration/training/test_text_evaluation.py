@@ -22,7 +22,6 @@ from tests.references.plain_retrieval import (
 from tests.support.checkpoints import tensors_of
 from tests.support.cli import (
     DIGITS,
-    TINY_MODEL,
     VAL_IMAGES,
     need_xla,
     run_program,
@@ -32,6 +31,7 @@ from tests.support.cli import (
 from tests.support.pairs import PAIR_FLAGS
 from tests.support.resolved import on_gpus
 from tests.support.usage_error import told_in_one_line
+from training.errors import UsageError
 
 WORDS = "zero one two three four five six seven eight nine".split()
 FORMS = ["a photo of a {}", "{} by hand", "bad \x1b[31m {}", "Ünï <b>{}</b>", "$x^2$ = {}"]
@@ -233,7 +233,7 @@ def test_features(trained, towers, files, flags, tmp_path):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ("--zero_shot nowhere", "nowhere"),
+        ("--zero_shot nowhere", "nowhere/val does not exist: --zero_shot requires val/<class>"),
         ("--class_names few.txt --zero_shot DIGITS", "has 2 lines, but there are 10 classes"),
         ("--class_names gap.txt --zero_shot DIGITS", "gap.txt: line 2 is empty"),
         ("--class_names none.txt --zero_shot DIGITS", "none.txt cannot be read: No such file"),
@@ -269,14 +269,20 @@ def test_texts_of_no_tokenizer(capsys, tmp_path):
         (["--predict", str(DIGITS)], "requires --texts, which images are compared with"),
         (["--predict", str(DIGITS), "--texts", "a\udcff"], "a text that is not UTF-8"),
         (["--eval_only", "--labels", "NONE"], "NONE cannot be read"),
+        (["--eval_only", "--labels", "TRAIN"], "lists no files with split val"),
     ],
 )
-def test_mistakes_with_a_trained_model(more, text, trained, capsys):
+def test_mistakes_with_a_trained_model(more, text, trained, files, capsys, tmp_path):
+    rows = (files / "pairs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "TRAIN").write_text(
+        "".join(row for row in rows if ",val," not in row), encoding="utf-8"
+    )
+    more = [str(tmp_path / word) if word == "TRAIN" else word for word in more]
     weights = ["--resume", str(trained.ckpt_dir / f"step_{STEPS}"), "--data_dir", str(DIGITS)]
     assert text in told_in_one_line(capsys, *weights, *more)
 
 
-def test_other_models_have_no_texts(capsys, tmp_path):
-    flags = ["--features", str(tmp_path / "f"), "--features_of", "text_embedding", *TINY_MODEL]
-    line = told_in_one_line(capsys, "--data_dir", str(DIGITS), "--init_from", "none.pt", *flags)
-    assert "none.pt" in line
+def test_other_models_have_no_texts(tmp_path):
+    flags = ["--features", str(tmp_path / "f"), "--features_of", "text_embedding"]
+    with pytest.raises(UsageError, match="--features_of text_embedding requires a model of"):
+        on_gpus([*flags, "--data_dir", str(DIGITS)])

@@ -174,6 +174,7 @@ def test_the_nearest_texts_of_each_image():
     drawn = pairs(6, None, ids, torch.tensor([2, 2, 1, 2, 2, 2]))
     found = found_by_image(drawn)
     assert found["index"].tolist() == list(range(6))
+    assert found_by_image(drawn, [1, 4, 9]).tobytes() == found[[1, 4]].tobytes()
     for row in found:
         (place,) = (drawn.numbers == int(row["index"])).nonzero()[0].tolist()
         similarities = {}
