@@ -171,6 +171,7 @@ _TITLES = {
     "token_std": ("Standard deviation of normalized class tokens x sqrt(width)", ""),
     "val_segment_miou": ("Segmentation mIoU, linear probe", "%"),
     "val_segment_knn_miou": ("Segmentation mIoU, k-NN", "%"),
+    **{name: (title, "%") for each in features() for name, title in each.percentages.items()},
     "images_per_s": ("Throughput", "images/s"),
     "mfu": ("MFU", "fraction of peak"),
     "data_wait": ("Waiting for data", "fraction of time"),

@@ -310,7 +310,7 @@ class UseConfig:
         "CPU; skips unreadable images; exit code 2 if one was named itself",
         kind=path_or_url,
         metavar="IMAGE_OR_FOLDER",
-        requires=CLASSIFIES,
+        requires=("objective=classify|texts",),
         incompatible_with=("eval_only",),
         common=True,
     )
@@ -391,10 +391,11 @@ class UseConfig:
         "calibration, and the worst mistakes (evaluation.html), the same as tables (per_class.csv, "
         "confusion.csv, errors.csv) and as pictures (confusion.png, reliability.png); with "
         "--multi_label: per_label.csv in place of the first two, no confusion.png; with "
-        "--segment_probe: segment.csv and segment.png",
+        "--segment_probe: segment.csv and segment.png; of images and texts: retrieval.csv, "
+        "similarity.png and nearest_texts.png",
         kind=path_or_url,
         metavar="FOLDER",
-        requires=("eval_only", "segment_probe|objective=classify"),
+        requires=("eval_only", "segment_probe|objective=classify|objective=siglip|objective=clip"),
     )
     json: bool = flag(
         False,

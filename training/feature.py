@@ -30,10 +30,15 @@ from training.flags import typed_if_set
 from training.mesh import Mesh
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from data.loader import GlobalBatchSampler
-    from data.source import DatasetRequest, DataSource, View
+    from data.source import DatasetRequest, DataSource, Split, View
     from models.spec import ModelSpec
+    from training.evaluation.predict import Evaluated, Predictor
+    from training.evaluation.report import Report
     from training.loop import Hook, Training
+    from training.objectives.base import Measure
     from training.resolve import Run
 
 
@@ -96,6 +101,9 @@ class Feature:
     ``open_model`` as ``models/hybrid_vit.py`` has them, by the prefix of its models' names."""
     loss_label: ClassVar[str] = "loss"
     """What the loss of the objective that it adds is called in plots."""
+    percentages: ClassVar[Mapping[str, str]] = {}
+    """The percentages that its evaluations add to the curves of the validation accuracy: by metric
+    name, what the legend calls them."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """What reports call the measurements of the objective that it adds (``Objective.parts``), in
     their order: by metric name."""
@@ -160,6 +168,29 @@ class Feature:
 
     def check_teacher(self, run: Run, teacher: Run) -> None:
         """Check that the student of ``run`` can be compared with this teacher."""
+
+    # -- the use of a trained model
+
+    def evaluated(self, run: Run) -> Evaluated | None:
+        """Open and return what ``--eval_only`` measures in place of the objective on val/; None:
+        nothing else."""
+        return None
+
+    def report(self, measure: Measure, split: Split) -> Report | None:
+        """Return the report of ``--eval_report`` on a validation split in the first process; None
+        in the others, or if ``measure`` is not of the objective that it adds. All processes call
+        it."""
+        return None
+
+    def predictor(self, run: Run) -> Predictor | None:
+        """Return what ``--predict`` computes with a model of the objective that it adds; None:
+        nothing."""
+        return None
+
+    def output_features(self, output: Any) -> Mapping[str, Tensor]:
+        """Return what ``--features`` may write of the model's output, (images, width) each, by the
+        words that it adds to the choices of ``--features_of``."""
+        return {}
 
     # -- the training
 

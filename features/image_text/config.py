@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from config_fields import bounded, flag, path_or_url, positive, positive_number
+from config_fields import bounded, count, flag, path_or_url, positive, positive_number
 
 OBJECTIVES = ("siglip", "clip")
 _REQUIRED = ("|".join(f"objective={name}" for name in OBJECTIVES),)
@@ -192,3 +192,68 @@ class ImageTextConfig:
     def text(self) -> TextTower:
         """The text tower, once ``--text_model`` is resolved."""
         return TextTower(*(getattr(self, f"text_{name}") for name in TextTower._fields))
+
+
+@dataclass(frozen=True)
+class TextEvaluationConfig:
+    """What evaluations compare: captions, and images with the names of their classes."""
+
+    group: ClassVar[str] = "logging and evaluation"
+
+    val_captions: int = flag(
+        1,
+        "number of captions of each image in val/, the first ones, that count in the recall of "
+        "evaluations",
+        kind=bounded(int, 1, 1000),
+        requires=_REQUIRED,
+    )
+
+    zero_shot: str | None = flag(
+        None,
+        "also classify the images in val/ of this folder, which has a folder for each class, by "
+        "the similarity of their embeddings to those of texts with the names of the classes, at "
+        "the end of training and every --zero_shot_every steps; with --eval_only, do this in place "
+        "of the evaluation of pairs (docs/image_text.md)",
+        kind=path_or_url,
+        metavar="FOLDER",
+        requires=_REQUIRED,
+        incompatible_with=("predict", "features", "compile_only", "plan", "self_check"),
+    )
+    zero_shot_every: int = flag(
+        0,
+        "number of steps between evaluations of --zero_shot; 0: only at the end",
+        kind=count,
+        requires=("zero_shot",),
+    )
+    class_names: str | None = flag(
+        None,
+        "file with the names of the classes of --zero_shot, one a line, in the order of "
+        "--class_order (default: the names of their folders, with spaces in place of underscores)",
+        kind=path_or_url,
+        metavar="FILE",
+        requires=("zero_shot",),
+    )
+    prompts: str | None = flag(
+        None,
+        "file with the texts of a class, one a line, in which {} stands for its name; their "
+        "embeddings are averaged (default: the eighty of CLIP for ImageNet)",
+        kind=path_or_url,
+        metavar="FILE",
+        requires=("zero_shot",),
+    )
+
+
+@dataclass(frozen=True)
+class TextsConfig:
+    """What images are compared with when a trained model is used."""
+
+    group: ClassVar[str] = "use a trained model instead of training"
+    after: ClassVar[str] = "predict"
+
+    texts: list[str] | None = flag(
+        None,
+        "let --predict print which of these texts each image is most similar to, by a model of "
+        "--objective siglip or clip",
+        metavar="TEXT",
+        requires=("predict", *_REQUIRED),
+    )

@@ -93,14 +93,9 @@ class ImageText(Feature):
                 raise UsageError(f"--mesh_tensor {tensor} does not divide {what} {size}")
 
     def view(self, run: Run, *, augment: bool) -> View | None:
-        from features.image_text.tokenizer_files import open_tokenizer
         from features.image_text.view import ImageTextView
 
-        if not augment:  # features of images alone
-            return None
-        flags = run.config.of(ImageTextConfig)
-        text, keys = flags.text, tuple(flags.caption_key or ())
-        return ImageTextView(text.length, text.vocab_size, open_tokenizer(run.config), keys)
+        return ImageTextView.of(run) if augment else None  # else features of images alone
 
     def check_data(self, run: Run, data: DataSource) -> str | None:
         """Return what the log says of texts."""

@@ -144,10 +144,10 @@ class Embedded(NamedTuple):
     """What the model returns for pairs. Scale and bias are the same for all: one of each an image,
     so that they are divided over devices as images are."""
 
-    images: torch.Tensor
-    """(pairs, width), fp32, of length 1."""
-    texts: torch.Tensor
-    """(pairs, width), fp32, of length 1."""
+    images: Any
+    """(pairs, width), fp32, of length 1; None if no images were given."""
+    texts: Any
+    """(pairs, width), fp32, of length 1; None if no texts were given."""
     scale: torch.Tensor
     """(pairs,), fp32: the factor of similarities."""
     bias: torch.Tensor
@@ -218,25 +218,33 @@ class ImageTextModel(VisionTransformer):
         return super().no_weight_decay() | added
 
     def forward(self, pairs: Any) -> Any:
-        """Return the embeddings of images (pairs, channels, height, width), normalized, and of
-        their texts (pairs, length), integers; of images alone, what timm's model without a head
-        returns."""
+        """Return the ``Embedded`` of images (pairs, channels, height, width) and of their texts
+        (pairs, length), integers; one of the two may be None. Of images that are in no tuple,
+        return what timm's model without a head returns."""
         if isinstance(pairs, torch.Tensor):
             return super().forward(pairs)
         images, texts = pairs
-        pooled = self.forward_head(self.forward_features(images), pre_logits=True)
-        image_embeddings = self.image_projection(pooled)
-        text_embeddings = self.text_projection(self.pooled_text(texts))
+        count = len(texts if images is None else images)
         # Above the limit the gradient passes, too: the scale can become smaller again.
         scale = self.logit_scale.float().exp()
         scale = scale + (scale.clamp(max=self.max_scale) - scale).detach()
         bias = torch.zeros_like(scale) if self.logit_bias is None else self.logit_bias.float()
         return Embedded(
-            F.normalize(image_embeddings.float(), dim=-1),
-            F.normalize(text_embeddings.float(), dim=-1),
-            scale.expand(len(images)),
-            bias.expand(len(images)),
+            None if images is None else self.image_embeddings(images),
+            None if texts is None else self.text_embeddings(texts),
+            scale.expand(count),
+            bias.expand(count),
         )
+
+    def image_embeddings(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of images, (images, width), fp32, of length 1."""
+        pooled = self.forward_head(self.forward_features(images), pre_logits=True)
+        return F.normalize(self.image_projection(pooled).float(), dim=-1)
+
+    def text_embeddings(self, texts: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of texts, (texts, width), fp32, of length 1, given their tokens,
+        (texts, length)."""
+        return F.normalize(self.text_projection(self.pooled_text(texts)).float(), dim=-1)
 
     def pooled_text(self, texts: torch.Tensor) -> torch.Tensor:
         """Return what represents each text, (texts, width), of its tokens, (texts, length)."""

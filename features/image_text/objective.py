@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from data.batch import PADDING, Batch
+from data.batch import Batch
 from features.image_text.config import ImageTextConfig
 from features.image_text.loss import Pairs, WithGradients, contrast, rows_of_chunk
+from features.image_text.measures import PairRetrieval
 from features.image_text.model import MAX_LOGIT_SCALE, Embedded, ImageTextSpec
 from training.backend import Backend
 from training.data import normalizer
-from training.objectives.base import Measure, Objective, SummedLoss
+from training.objectives.base import Measure, Objective
 from training.schedule import StepRates
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class ImageTextPairs(Objective):
         self._pairs_of_step = data.batch_size
         self._ahead: list[tuple[torch.Tensor, Pairs]] = []
         """For each micro-batch to come, the step's loss and the gradients of its embeddings."""
+        self.measured_last: PairRetrieval | None = None
+        """The measure of the last evaluation, until it is drawn."""
         self._parts: list[torch.Tensor] = []
         """For each micro-batch, scale and bias."""
         text, flags, replicas = (
@@ -126,21 +129,5 @@ class ImageTextPairs(Objective):
         return found if self._kind == "siglip" else {"logit_scale": scale}
 
     def measure(self, images: int = 0) -> Measure:
-        return SummedLoss(self._sums)
-
-    @torch.no_grad()
-    def _sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch of an evaluation, whose pairs are compared with each other,
-        times their number, and that number, over all replicas."""
-        index = batch["index"]
-        count = self._backend.sum((index != PADDING).sum().float())
-        loss, _ = contrast(
-            self._kind,
-            self._embed(model, batch),
-            self._ids(index),
-            count.clamp(min=1),
-            self._backend,
-            padded=True,
-            gradients=False,
-        )
-        return torch.stack([self._backend.mean(loss) * count, count])
+        self.measured_last = PairRetrieval(self._kind, self._normalize, self._backend)
+        return self.measured_last

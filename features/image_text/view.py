@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -15,7 +15,12 @@ from data.files import BrokenImageError, DataFolderError
 from data.images import ImageSplit, ImageView
 from data.source import NO_VALUES, DatasetRequest, DataSource, Split, Value
 from features.image_text.captions import NAMES, captions_of, read_captions
+from features.image_text.config import ImageTextConfig, TextEvaluationConfig
 from features.image_text.tokenizer import Tokenizer
+from features.image_text.tokenizer_files import open_tokenizer
+
+if TYPE_CHECKING:
+    from training.resolve import Run
 
 _WITH_CAPTIONS = ("webdataset", "parquet", "huggingface", "folder", "captioned_mosaics")
 _TRIED = 16
@@ -25,7 +30,8 @@ _TRIED = 16
 @dataclass(frozen=True)
 class ImageTextView(ImageView):
     """The fields ``image``, as of every view, and ``text``: the numbers of tokens, int32
-    (length,)."""
+    (length,). With ``val_captions`` of 2 or more, in validation also ``other_texts``, int32
+    (val_captions - 1, length), and ``others``, how many of these an image has, int64."""
 
     length: int
     vocab_size: int
@@ -33,6 +39,17 @@ class ImageTextView(ImageView):
     """What makes tokens of captions; None: the source does."""
     keys: tuple[str, ...]
     """Where captions are (``--caption_key``); (): in one of the usual places."""
+    val_captions: int = 1
+    """How many captions of an image are read in validation."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Return what a run reads of pairs. Raises UsageError for an unusable tokenizer."""
+        config = run.config
+        flags, evaluation = config.of(ImageTextConfig), config.of(TextEvaluationConfig)
+        text, keys = flags.text, tuple(flags.caption_key or ())
+        tokenizer, captions = open_tokenizer(config), evaluation.val_captions
+        return cls(text.length, text.vocab_size, tokenizer, keys, captions)
 
     @property
     def values(self) -> Mapping[str, Value]:
@@ -66,13 +83,29 @@ class ImageTextView(ImageView):
         self, request: DatasetRequest, image_dtype: torch.dtype, *, is_train: bool
     ) -> dict[str, Field]:
         text = Field((self.length,), torch.int32, below=self.vocab_size)
-        return {**super().fields(request, image_dtype, is_train=is_train), "text": text}
+        fields = {**super().fields(request, image_dtype, is_train=is_train), "text": text}
+        if is_train or not self._others:
+            return fields
+        others = replace(text, shape=(self._others, self.length))
+        return fields | {"other_texts": others, "others": Field((), torch.int64)}
+
+    @property
+    def _others(self) -> int:
+        """How many captions besides the first are read in validation."""
+        return self.val_captions - 1 if self.tokenizer else 0
 
     def fields_of(self, values: Mapping[str, Any], draw: Callable[[int], int]) -> Batch:
         assert self.tokenizer is not None
         captions = captions_of(values)
-        tokens = self.tokenizer([captions[draw(len(captions))]])
-        return {"text": torch.from_numpy(tokens[0])}
+        tokens = torch.from_numpy(self.tokenizer([captions[draw(len(captions))]]))
+        if not self._others:
+            return {"text": tokens[0]}
+        # Also in training, which drops them: it takes little time beside decoding an image.
+        found = torch.from_numpy(self.tokenizer(captions[1 : self.val_captions]))
+        others = torch.zeros(self._others, self.length, dtype=torch.int32)
+        others[: len(found)] = found
+        count = torch.tensor(len(found))
+        return {"text": tokens[0], "other_texts": others, "others": count}
 
     def arrange(
         self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]

@@ -197,7 +197,10 @@ RUN: dict[str, Run] = {
         quoted=True,
     ),
     "make train-siglip": Run(
-        (r"^training completed: step \d+, val loss \d\.\d+, checkpoint runs/digits-siglip-",),
+        (
+            r"^training completed: step \d+, val recall@1 \d+\.\d+ %, checkpoint runs/"
+            r"digits-siglip-",
+        ),
         leaves=("runs/digits-siglip-*/curves.png",),
         long=True,
         quoted=True,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.cli import DIGITS
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import FlagField, by_field, flag_fields
@@ -86,6 +87,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "caption_key": ("caption",),
     "tokenizer": ("bytes",),
     "tokenizer_checksum": ("bytes",),
+    "val_captions": ("1", "3"),
+    "zero_shot": (str(DIGITS),),
+    "zero_shot_every": ("0", "1"),
     "logit_scale_init": ("1", "20"),
     "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
@@ -173,7 +177,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 NOT_TRAINING = "does something else than train"
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
-        "print_config self_check plan list_models predict eval_only eval_report".split(),
+        "print_config self_check plan list_models predict texts eval_only eval_report".split(),
         NOT_TRAINING,
     ),
     **dict.fromkeys(
@@ -218,6 +222,8 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
     return {
         "labels": (f"{folder}/images.csv",),
         "class_map": (f"{folder}/classes.txt",),
+        "class_names": (f"{folder}/classes.txt",),
+        "prompts": (f"{folder}/prompts.txt",),
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
@@ -277,6 +283,10 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "--objective siglip": pairs,
         "--objective clip": pairs,
         f"--labels {folder}/images.csv": photographs,
+        f"--zero_shot {DIGITS}": {
+            "text_vocab_size": "--text_vocab_size 300",
+            "tokenizer": "--tokenizer bytes",
+        },
         **{
             typed: {"text_vocab_size": "--text_vocab_size 300"}
             for typed in (

@@ -35,6 +35,7 @@ def write_sources(digits, folder):
     write_volumes(folder / "volumes")
     write_masked(folder / "masked", "pairs", [(16, 20)] * 6, [(16, 20)] * 3)
     (folder / "classes.txt").write_text("\n".join(map(str, range(10))))
+    (folder / "prompts.txt").write_text("the digit {}\n")
     with (folder / "images.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "label", "writer"), *_images()])
 

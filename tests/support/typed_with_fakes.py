@@ -191,7 +191,7 @@ def trains_on_a_table(machine: Machine, command: Command, tmp_path: Path) -> Non
 def program_takes(flags: list[str], backend: str) -> None:
     asked = read_flags(flags)
     check_foreign(asked.backend_configs, backend, asked.run.explicitly_set)
-    config, model = resolve_model(asked.run)
+    config, model = resolve_model(resolve_common(asked.run))
     if config.sharding.mesh_dcn == "slices":  # two are named where it is documented
         config = replace(config, sharding=replace(config.sharding, mesh_dcn=2))
     backend_config: Any = replace(asked.torch, fsdp="fsdp2")
@@ -199,7 +199,7 @@ def program_takes(flags: list[str], backend: str) -> None:
         backend_config = (
             replace(asked.xla, xla_fsdp="nested") if asked.xla.shard_on_cpu else asked.xla
         )
-    check_rules(replace(resolve_common(config), backend=backend), backend_config)
+    check_rules(replace(config, backend=backend), backend_config)
     check_batch(Run(config, backend_config, model, make_mesh(config.sharding, 64), None))
 
 

@@ -48,7 +48,7 @@ _AHEAD = 2
 
 FeatureBatch = tuple[np.ndarray, dict[str, torch.Tensor]]
 """The indices of images, (images,), and their features by kind (CLASS, MEAN, PATCHES), fp32 on the
-host: (images, width), or (images, patches, width)."""
+host: (images, width), or (images, patches, width). Features of the program may add kinds."""
 
 # -- computing them --------------------------------------------------------------------------------
 
@@ -128,12 +128,16 @@ class Features:
                 for batch in ready:
                     with torch.no_grad():
                         given = self._input(batch)
-                        self._model(given)
+                        output = self._model(given)
                         found = self.run.model.image_features(collected.pop().float(), given)
-                        by_kind = zip((CLASS, MEAN, PATCHES), found, strict=True)
+                        by_kind: dict[str, torch.Tensor | None] = dict(
+                            zip((CLASS, MEAN, PATCHES), found, strict=True)
+                        )
+                        for feature in self.run.config.active_features:
+                            by_kind |= feature.output_features(output)
                         values = {  # no others are computed
                             kind: value
-                            for kind, value in by_kind
+                            for kind, value in by_kind.items()
                             if kind in kinds and value is not None
                         }
                     pending.append(backend.read_images(values))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from data.source import DataSource, check_several_classes
 from training.backend import Backend
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from training.evaluation.segment import Segmentation
 
 Result: TypeAlias = "OfImages | Segmentation"
+
+
+class Measured(Protocol):
+    """What an evaluation during training has found."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The figures by their names in records; {} if nothing could be measured."""
 
 
 class FeatureEvalData(NamedTuple):
@@ -165,23 +173,25 @@ def _checked(results: Sequence[Result], bad_images: BadImages, nothing: str) -> 
 
 # -- in training -----------------------------------------------------------------------------------
 
-Measure = Callable[[list[str], Callable[[], bool]], Sequence[Result] | None]
+Measure = Callable[[list[str], Callable[[], bool]], Sequence[Measured] | None]
 """Returns the results of evaluations of these kinds; None if the function that it calls after each
 batch and part returned True."""
 
 
 def kinds_in_training(log: LogConfig) -> list[str]:
     """Return the kinds of evaluations that a training run makes."""
-    return [kind for kind, interval in _intervals(log).items() if interval]
+    return [kind for kind, interval in _intervals(log, FROZEN).items() if interval]
 
 
-def _intervals(log: LogConfig) -> dict[str, int]:
-    return {
+def _intervals(log: LogConfig, kinds: Collection[str]) -> dict[str, int]:
+    """Return the number of steps between evaluations of each of these kinds; 0: none are made."""
+    intervals = {
         RANK: log.rank_every,
         KNN: log.knn_every,
         PROBE: log.probe_every,
         SEGMENT: log.segment_probe_every,
     }
+    return {kind: intervals[kind] for kind in kinds}
 
 
 def evaluations_of_images(training: Training, images: DataSource) -> Hook:
@@ -195,7 +205,8 @@ def evaluations_of_images(training: Training, images: DataSource) -> Hook:
             features, kinds, session.bad_images, session.reports.say, part_done
         )
 
-    return FrozenEvaluations(session, (RANK, KNN, PROBE), measure, training.evaluated)
+    intervals = _intervals(session.config.log, (RANK, KNN, PROBE))
+    return RegularEvaluations(session, intervals, measure, training.evaluated)
 
 
 def evaluations_of_patches(training: Training, masked: MaskedSource) -> Hook:
@@ -219,27 +230,31 @@ def evaluations_of_patches(training: Training, masked: MaskedSource) -> Hook:
             return []
         return [result]
 
-    return FrozenEvaluations(session, (SEGMENT,), measure, training.evaluated)
+    intervals = _intervals(session.config.log, (SEGMENT,))
+    return RegularEvaluations(session, intervals, measure, training.evaluated)
 
 
 @dataclass
-class FrozenEvaluations(Hook):
+class RegularEvaluations(Hook):
     """Evaluates the model, or its EMA if there is one, every so many steps and after the last."""
 
     session: Session
-    kinds: Sequence[str]
+    intervals: Mapping[str, int]
+    """By kind, the number of steps between evaluations; 0: none are made."""
     measure: Measure
     done: Mapping[str, Collection[int]]
     """By kind, the steps for which the run's folder has such an evaluation."""
+    what: str = "evaluation of features"
+    """For the log, if the first one compiles."""
     _is_first: bool = field(default=True, init=False)
 
     def reached(self, at: Position) -> None:
         session, config = self.session, self.session.config
-        intervals, is_last = _intervals(config.log), at.step >= session.last_step
+        is_last = at.step >= session.last_step
         due = [
             kind
-            for kind in self.kinds
-            if (interval := intervals[kind]) and at.step
+            for kind, interval in self.intervals.items()
+            if interval and at.step
             if (at.step % interval == 0 or is_last) and at.step not in self.done[kind]
         ]
         if not due:
@@ -253,7 +268,7 @@ class FrozenEvaluations(Hook):
         weights = session.backend.ema_weights if config.averages else contextlib.nullcontext
         with (
             weights(),
-            session.first_run("evaluation of features", self._is_first),
+            session.first_run(self.what, self._is_first),
             session.reports.events.span("eval"),
         ):
             results = self.measure(due, part_done)

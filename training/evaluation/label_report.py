@@ -67,6 +67,10 @@ class LabelReport(Report):
     mistake = ("label", "predicted wrongly")
     hint = "Each is a label of an image, with its probability."
 
+    @property
+    def title(self) -> str:
+        return f"report on {len(self.names):,} labels"
+
     @functools.cached_property
     def calibration_errors(self) -> list[float]:
         """The calibration error of each label's probability."""

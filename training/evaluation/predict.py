@@ -6,10 +6,12 @@ Writes no files unless requested.
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from data import volumes
@@ -34,6 +36,7 @@ from training.files import folder_at
 from training.logs.bad_images import VAL
 from training.logs.sinks import as_json
 from training.mesh import Mesh
+from training.objectives.base import Measure
 from training.objectives.classify import TOP, Accuracy, Classification
 from training.objectives.multi_label import LabelEvaluation, LabelRanking
 from training.objectives.registry import objective_class, open_objective
@@ -62,23 +65,50 @@ def _named_classes(names: list[str] | None, num_classes: int) -> list[str]:
 # -- --predict ------------------------------------------------------------------------------------
 
 
-@data_errors_as_usage_errors()
-def predict_images(config: RunConfig, source: Source) -> None:
-    """Print the most probable classes of each image of ``--predict``, with plain PyTorch."""
+class Predictor(NamedTuple):
+    """What is predicted of an image: which of several words it has."""
+
+    noun: str
+    """What the words are, in JSON."""
+    words: Sequence[str]
+    open: Callable[[nn.Module, torch.device], Callable[[Batch], torch.Tensor]]
+    """Takes the model, which has its weights, and its device. Returns the function from a batch of
+    images, on that device, to the probabilities of the words, (images, words)."""
+
+
+def _classifier(source: Source, run: Run) -> Predictor:
+    """Return what a classifier predicts: classes. Raises UsageError for another model."""
+    config, spec = run.config, run.model
     if config.objective.objective != "classify":
         raise UsageError(
             f"--predict requires a classifier, but {source.path} was trained with --objective "
             f"{config.objective.objective}: fine-tune it with --init_from first"
         )
+    folders = class_folders(config.data.data_dir, "train") or []
+    names = describe(source).class_names
+    if names is None:
+        check_unnamed_classes(folders, source.path, config.data, spec)
+        names = in_order(folders, config.data.class_order, config.data.class_map)
+    objective = objective_class(config)
+    assert issubclass(objective, Classification)
+
+    def open_model(model: nn.Module, device: torch.device) -> Callable[[Batch], torch.Tensor]:
+        model_input = input_of(run, lambda values: values.to(device))
+        return lambda batch: objective.probabilities(model(model_input(batch)))
+
+    return Predictor("class", _named_classes(names, spec.sizes.num_classes), open_model)
+
+
+@data_errors_as_usage_errors()
+def predict_images(config: RunConfig, source: Source) -> None:
+    """Print the most probable classes of each image of ``--predict``, or what else the model
+    predicts, with plain PyTorch."""
     config, spec = resolve_model(config)
     run = Run(config, None, spec, Mesh(), None)
     assert config.use.predict is not None
-    folders = class_folders(config.data.data_dir, "train") or []
-    class_names = describe(source).class_names
-    if class_names is None:
-        check_unnamed_classes(folders, source.path, config.data, spec)
-        class_names = in_order(folders, config.data.class_order, config.data.class_map)
-    names = _named_classes(class_names, spec.sizes.num_classes)
+    by_features = (feature.predictor(run) for feature in config.active_features)
+    predictor = next(filter(None, by_features), None) or _classifier(source, run)
+    names = predictor.words
     in_arrays = config.data.data_source == "volumes"
     images = find_images(config.use.predict, volumes.SUFFIXES if in_arrays else None)
     for folder in images.unreadable:
@@ -91,8 +121,6 @@ def predict_images(config: RunConfig, source: Source) -> None:
     if adapter.note:
         _log(adapter.note)
 
-    objective = objective_class(config)
-    assert issubclass(objective, Classification)
     make, batch_size = _reader(run, images.paths, in_arrays=in_arrays)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_files(source, verify=config.checkpoints.verify_checkpoint)
@@ -101,9 +129,10 @@ def predict_images(config: RunConfig, source: Source) -> None:
         adapter.initialize(unit, name)
         unit.to(device)
     model.eval()
-    model_input = input_of(run, lambda values: values.to(device))
     precisions = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     lower = precisions[config.sharding.precision]
+    with torch.inference_mode():
+        probabilities_of = predictor.open(model, device)
 
     results: list[dict] = []
     broken: dict[Path, str] = {}
@@ -120,15 +149,17 @@ def predict_images(config: RunConfig, source: Source) -> None:
                 torch.inference_mode(),
                 torch.autocast(device.type, dtype=lower, enabled=lower is not None),
             ):
-                logits = model(model_input({name: x.to(device) for name, x in batch.items()}))
-            probabilities = objective.probabilities(logits)
+                found = probabilities_of({name: x.to(device) for name, x in batch.items()})
+            probabilities = found.float().cpu()
             values, indices = probabilities.topk(min(TOP, probabilities.shape[-1]))
             for path, labels, likelihoods in zip(
                 paths, indices.tolist(), values.tolist(), strict=True
             ):
                 top = list(zip(labels, likelihoods, strict=True))  # the most probable first
                 if config.use.json:
-                    top5 = [{"class": names[i], "index": i, "probability": p} for i, p in top]
+                    top5 = [
+                        {predictor.noun: names[i], "index": i, "probability": p} for i, p in top
+                    ]
                     results.append({"image": without_secrets(str(path)), "top5": top5})
                 else:
                     rows = (f"{p:10.2%}  {printable(names[i])}" for i, p in top)
@@ -163,28 +194,45 @@ def _reader(run: Run, paths: list[Path], *, in_arrays: bool) -> tuple[Callable[[
 # -- --eval_only ----------------------------------------------------------------------------------
 
 
+class Evaluated(NamedTuple):
+    """What ``--eval_only`` measures."""
+
+    data: DataSource
+    names: list[str]
+    """Of the classes, by label."""
+    open: Callable[[nn.Module, Run, Backend], tuple[nn.Module, Measure]]
+    """Takes the trained model on the devices; returns the model that is measured, and the
+    measure. All processes call it."""
+
+
+def _of_objective(model: nn.Module, run: Run, backend: Backend) -> tuple[nn.Module, Measure]:
+    return model, open_objective(run, backend).measure()
+
+
 def prepare_evaluation(source: Source, run: Run) -> tuple[Run, Callable[[Run, Backend], None]]:
     """Return the run, and the function to run in every process. Raises UsageError."""
     if run.config.use.eval_report:
         report_folder(run)
-    data = open_images(run, with_train=False)
-    hints = describe(source)
-    check_same_classes(hints.classes_among(data.classes), source.path, data, run)
-    names = hints.classes or data.classes or hints.class_names
-    return run, functools.partial(_evaluate_weights, adapt_trained(source, run), names, data)
+    by_features = (feature.evaluated(run) for feature in run.config.active_features)
+    evaluated = next(filter(None, by_features), None)
+    if evaluated is None:
+        data = open_images(run, with_train=False)
+        hints = describe(source)
+        check_same_classes(hints.classes_among(data.classes), source.path, data, run)
+        names = hints.classes or data.classes or hints.class_names
+        names = _named_classes(names, run.model.sizes.num_classes)
+        evaluated = Evaluated(data, names, _of_objective)
+    return run, functools.partial(_evaluate_weights, adapt_trained(source, run), evaluated)
 
 
 @data_errors_as_usage_errors()
-def _evaluate_weights(
-    adapter: Adapter, names: list[str] | None, data: DataSource, run: Run, backend: Backend
-) -> None:
-    use = run.config.use
+def _evaluate_weights(adapter: Adapter, evaluated: Evaluated, run: Run, backend: Backend) -> None:
+    use, data, names = run.config.use, evaluated.data, evaluated.names
     loader = val_loader(data, backend, run.config.data.global_micro_batch_size)
     model, bad_images, say = open_trained(adapter, data, run, backend)
 
     say("evaluating ...")
-    objective = open_objective(run, backend)
-    measure = objective.measure()
+    model, measure = evaluated.open(model, run, backend)
     if isinstance(measure, Accuracy):
         measure.keeps_predictions = bool(use.eval_report or use.json)
     result = evaluate(model, measure, loader, backend, run.config.log.eval_batches or 0)
@@ -193,7 +241,6 @@ def _evaluate_weights(
     bad_images.check()
     if not result.images:
         raise UsageError(f"no image of {data.name}/val can be read", agreed=True)
-    names = _named_classes(names, run.model.sizes.num_classes)
     result = bad_images.excluding_unreadable(result, names)
     say(str(result))
     for line in result.by_class.lines() if result.by_class else ():
@@ -208,6 +255,9 @@ def _evaluate_weights(
             report = gather_class_report(measure.predictions(), backend, split, names)
         elif isinstance(measure, LabelRanking) and isinstance(result, LabelEvaluation):
             report = gather_label_report(measure, result, backend, split, names)
+        else:
+            found = (each.report(measure, split) for each in run.config.active_features)
+            report = next(filter(None, found), None)
     if report and use.eval_report:
         about = f"{run.config.model.model}, weights of {adapter.title}, on {data}"
         try:
@@ -216,7 +266,7 @@ def _evaluate_weights(
             raise UsageError(
                 f"cannot write to --eval_report {use.eval_report}: {error.strerror}"
             ) from None
-        say(f"report on {len(names):,} {'labels' if rows else 'classes'}: {use.eval_report}")
+        say(f"{report.title}: {use.eval_report}")
     if use.json and backend.is_main:
         left_out = {"bad_images": result.left_out, "lost_classes": result.lost_classes}
         by_label = {"by_class": rows} if rows else {}

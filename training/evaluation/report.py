@@ -1,7 +1,7 @@
 """The report of ``--eval_report``: tables, pictures, and a page with the worst images.
 
 What it says depends on the labels: ``class_report.py`` reports on one label an image,
-``label_report.py`` on several.
+``label_report.py`` on several; features may have reports of their own (``Feature.report``).
 """
 
 from __future__ import annotations
@@ -83,16 +83,25 @@ class Report(abc.ABC):
     errors: np.ndarray
     """The mistakes, the worst first; the field "index" is the number of the image."""
 
+    definitions = "Averages, precision, recall and F1 are defined as in scikit-learn."
+    """How the figures are defined."""
     pictured = "Calibration"
     """The title of the pictures on the page."""
     mistake = ("image", "classified wrongly")
     """What one of ``errors`` is: a noun, and what is wrong with it."""
+    listed_in = ERRORS
+    """The table that lists all mistakes."""
     hint = ""
     """How to read what is below the images of mistakes."""
 
     def path_of(self, error: np.void) -> str:
         """Return the path of an image of ``errors`` as the source knows it, without secrets."""
         return without_secrets(self.split.name_of(int(error["index"])))
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return f"report on {len(self.names):,} classes"
 
     @property
     @abc.abstractmethod
@@ -199,6 +208,7 @@ def _page(report: Report, result: Evaluation, about: str, pictures: Sequence[byt
     thumbnails = {index: _thumbnail(report, index) for index in numbers}
     parts = {
         "about": _text(about),
+        "definitions": report.definitions,
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "figures": _rows([[name, value] for name, value in figures.items() if value]),
         "pictured": report.pictured,
@@ -208,7 +218,7 @@ def _page(report: Report, result: Evaluation, about: str, pictures: Sequence[byt
         "text_columns": ", ".join(f":nth-child({column})" for column in table.text_columns),
         "header": "".join(f"<th>{_text(name)}</th>" for name in table.header),
         "classes": _rows(table.rows),
-        "images_note": f"{images_note}. {ERRORS} lists all. {report.hint}",
+        "images_note": f"{images_note}. {report.listed_in} lists all. {report.hint}",
         "worst": "".join(
             f"<figure>{thumbnails[int(error['index'])]}<figcaption>"
             "<b>{}</b> {} <b>{}</b>{}".format(*map(_text, report.caption(error)))

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.files import printable, reason_of, replace_file
-from training.feature_table import objective_feature
+from training.feature_table import features, objective_feature
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,6 +55,7 @@ def save_figure(figure: "Figure", path: Path) -> None:
     replace_file(path, content.getvalue())
 
 
+_ACCURACY = "Validation accuracy"
 _PANELS = {
     "Loss": {
         "loss": "train",
@@ -63,7 +64,7 @@ _PANELS = {
         "ema_val_loss": "EMA",
     },
     "Learning rate": {"lr": "lr"},
-    "Validation accuracy": {
+    _ACCURACY: {
         "val_top1": "top-1",
         "val_top5": "top-5",
         "ema_val_top1": "EMA, top-1",
@@ -85,7 +86,7 @@ _PANELS = {
 """By panel, the curves: their names in records and in the legend."""
 _UNITS = {
     "Learning rate": "lr",
-    "Validation accuracy": "%",
+    _ACCURACY: "%",
     "Gradients": "norm",
     "Throughput": "images/s",
     "Spread of features": "fraction of the maximum",
@@ -105,11 +106,13 @@ def plot_curves(
     over steps, and signs of a collapse, if measured. ``classes``: how many the model has, if known;
     of five or fewer, the top-5 accuracy is always 100 %, and not drawn."""
     measured = {name for record in records for name in record}
-    of_features = {"val_knn_10", "val_probe", "val_segment_miou"}
+    added = {n: text for each in features() for n, text in each.percentages.items()}
+    of_features = {"val_knn_10", "val_probe", "val_segment_miou", *added}
+    panels = _PANELS | {_ACCURACY: _PANELS[_ACCURACY] | added}
     feature = objective_feature(objective)
     loss_label = feature.loss_label if feature else "cross-entropy"
     has_accuracy = objective == "classify" or measured & of_features
-    left_out = {"Gradients" if has_accuracy else "Validation accuracy"}
+    left_out = {"Gradients" if has_accuracy else _ACCURACY}
     left_out |= {title for title in _IF_MEASURED if not measured & _PANELS[title].keys()}
     titles = [title for title in _PANELS if title not in left_out]
     columns = -(-len(titles) // 2)
@@ -119,7 +122,7 @@ def plot_curves(
     for axis in axes.flat[len(titles) :]:
         axis.remove()
     for axis, title in zip(axes.flat, titles, strict=False):
-        for name, label in _PANELS[title].items():
+        for name, label in panels[title].items():
             if name == "val_top5" and classes is not None and classes <= 5:
                 continue
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
@@ -136,7 +139,7 @@ def plot_curves(
             axis.legend()
         if title in ("Loss", "Throughput", *_IF_MEASURED) and axis.lines:
             axis.set_ylim(bottom=0)
-        elif title == "Validation accuracy" and axis.lines:
+        elif title == _ACCURACY and axis.lines:
             axis.set_ylim(0, 102)
     save_figure(figure, path)
     return path

@@ -216,9 +216,18 @@ def damaged_lines(left_out: int) -> str:
     return f"{left_out:,} damaged line" + ("s" if left_out > 1 else "") if left_out else ""
 
 
+_SCORES = {
+    "val_top1": ("val top-1", "{:.2f} %"),
+    "val_map": ("val mAP", "{:.4f}"),
+    "val_recall_at_1": ("val recall@1", "{:.2f} %"),
+}
+"""The figures that evaluations are compared by, of which an evaluation has one at most: by metric
+name, what log lines call it, and its format."""
+
+
 def evaluations(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the evaluations among records of ``read_metrics``, by step, whose loss was finite."""
-    defaults = {"val_loss": None, "val_top1": 0.0, "val_map": 0.0, "ema_val_loss": 0.0}
+    defaults = {"val_loss": None, **dict.fromkeys(_SCORES, 0.0), "ema_val_loss": 0.0}
     return {
         record["step"]: record
         for record in records
@@ -244,8 +253,9 @@ def decisive(record: dict[str, Any], name: str) -> float:
 
 def score(record: dict[str, Any]) -> float:
     """Return the score of an evaluation of ``evaluations``, higher is better: the top-1, for
-    several labels an image the mean average precision or, without labels, the negated loss."""
-    for name in ("val_top1", "val_map"):
+    several labels an image the mean average precision, for pairs the recall or, if none of them is
+    measured, the negated loss."""
+    for name in _SCORES:
         if name in record:
             return decisive(record, name)
     return -decisive(record, "val_loss")
@@ -267,11 +277,8 @@ BEST: dict[str, Callable[[dict[str, Any]], float]] = {
 
 def summary(record: dict[str, Any]) -> str:
     """Return the main result of an evaluation, for a log line; with an EMA, of both."""
-    name, what, form = ("val_loss", "val loss", "{:.4f}")
-    if "val_top1" in record:
-        name, what, form = ("val_top1", "val top-1", "{:.2f} %")
-    elif "val_map" in record:
-        name, what, form = ("val_map", "val mAP", "{:.4f}")
+    known = {**_SCORES, "val_loss": ("val loss", "{:.4f}")}
+    name, (what, form) = next((n, words) for n, words in known.items() if n in record)
     ema = record.get(f"ema_{name}")
     text = f"{what} {form.format(record[name])}"
     return text if ema is None else f"{text} (weights), {form.format(ema)} (EMA)"

@@ -38,6 +38,8 @@ from training.processes import exchange
 from training.units import units_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from training.backend import Backend
     from training.logs.records import Evaluation
     from training.resolve import Run
@@ -382,18 +384,25 @@ class Reports:
             if ema.quality:
                 text += f", {ema.quality}"
         pictures = (ema or result).pictures
-        if pictures is not None and self._active:
-            for sink in self._sinks:
-                sink.write_picture(PICTURES, pictures, step)
-            try:
-                save_picture(pictures, self._dir / f"{PICTURES}.png")
-            except OSError as error:
-                self.say(f"warning: {PICTURES}.png cannot be written ({error.strerror})")
+        if pictures is not None:
+            self.picture(PICTURES, pictures, step)
         self.last_evaluation = summary(values)
         self.record_evaluation(step, epoch, values, text)
         for weights, each in by_class.items():
             for line in each.lines(weights) if each else ():
                 self.say(f"epoch {epoch} step {step}, {line}")
+
+    def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Record a picture, (height, width, 3), uint8, in TensorBoard and, with .png, in the run's
+        folder."""
+        for sink in self._sinks:
+            sink.write_picture(name, pixels, step)
+        if not self._active:
+            return
+        try:
+            save_picture(pixels, self._dir / f"{name}.png")
+        except OSError as error:
+            self.say(f"warning: {name}.png cannot be written ({error.strerror})")
 
     def record_evaluation(self, step: int, epoch: int, values: dict[str, float], text: str) -> None:
         """Record the results of an evaluation, and log ``text``."""

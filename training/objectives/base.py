@@ -90,17 +90,21 @@ class Measure(abc.ABC):
         """Return what was measured over all batches."""
 
 
-class SummedLoss(Measure):
-    """The mean of a loss over the images of an evaluation, whose batches are summed apart."""
+class MeanLoss(Measure):
+    """The mean of a loss over the images of an evaluation."""
 
-    def __init__(self, sums: Callable[[nn.Module, Batch], torch.Tensor]) -> None:
-        """``sums`` returns the sum of the losses of a batch and the number of its images over all
-        replicas, (2,), in fp32."""
-        self._sums = sums
+    def __init__(
+        self, losses: Callable[[nn.Module, Batch], torch.Tensor], backend: Backend
+    ) -> None:
+        """``losses`` returns the loss of each sample of a batch, (samples,), in fp32."""
+        self._losses, self._backend = losses, backend
         self._loss = self._images = 0.0
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        return {"sums": self._sums(model, batch)}
+        is_image = batch["index"] != PADDING
+        known = torch.where(is_image, self._losses(model, batch), 0.0)  # padding's may be NaN
+        sums = torch.stack([known.sum(), is_image.sum().float()])
+        return {"sums": self._backend.sum(sums)}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
         loss, images = values["sums"]
@@ -108,22 +112,6 @@ class SummedLoss(Measure):
 
     def result(self) -> Evaluation:
         return Evaluation(self._loss / (self._images or math.nan), images=int(self._images))
-
-
-class MeanLoss(SummedLoss):
-    """The mean of a loss over the images of an evaluation."""
-
-    def __init__(
-        self, losses: Callable[[nn.Module, Batch], torch.Tensor], backend: Backend
-    ) -> None:
-        """``losses`` returns the loss of each sample of a batch, (samples,), in fp32."""
-
-        def sums(model: nn.Module, batch: Batch) -> torch.Tensor:
-            is_image = batch["index"] != PADDING
-            known = torch.where(is_image, losses(model, batch), 0.0)  # padding's may be NaN
-            return backend.sum(torch.stack([known.sum(), is_image.sum().float()]))
-
-        super().__init__(sums)
 
 
 class ImageValues:

@@ -194,4 +194,4 @@ def test_mistakes(flags, text, capsys, tmp_path):
 def test_a_source_without_texts(capsys, tmp_path):
     given = [flag for flag in PAIR_FLAGS if flag not in SOURCE]
     line = told_in_one_line(capsys, *tiny(tmp_path / "run"), *given)
-    assert "require images with texts, which --data_source folder does not read" in line
+    assert "--objective siglip and clip require images with texts: use --labels FILE" in line
