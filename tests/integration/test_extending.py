@@ -69,11 +69,11 @@ class DepthObjective(Objective):
     def losses(self, model, batch):
         _, rows, mean = model(self._input(batch))
         depth = batch["depth"].mean(-1).unflatten(1, (4, 4)).mean(-1)
-        values = (rows.float() - depth).square().mean(1)
-        return values + (mean.float()[:, 0] - depth.mean(1)).square()
+        by_row = (rows.float() - depth).square().mean(1)
+        return {"loss": by_row + (mean.float()[:, 0] - depth.mean(1)).square(), "by_row": by_row}
 
     def loss(self, model, batch, micro_batch_index):
-        return self.losses(model, batch).mean()
+        return self.losses(model, batch)["loss"].mean()
 
     def measure(self, images=0):
         return MeanLoss(self.losses, self._backend)
@@ -200,7 +200,9 @@ def test_a_source_of_two_tensors_with_two_heads(pairs, tmp_path):
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     (ours, *_), (theirs, *_) = one.evaluations, two.evaluations
     assert ours["val_images"] == theirs["val_images"] == 7
-    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+    for name in ("val_loss", "val_by_row"):
+        assert 0 < ours[name] == pytest.approx(theirs[name], rel=1e-5)
+    assert ours["val_by_row"] < ours["val_loss"]
     if HAS_XLA:
         on_xla = train_tiny(tmp_path / "xla", *pairs, devices=2)
         assert on_xla.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)

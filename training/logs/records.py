@@ -7,8 +7,8 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
@@ -45,6 +45,8 @@ class Evaluation:
     """A picture of the model's output for some images: (height, width, 3), uint8."""
     by_class: ByClass | None = None
     """The images of each class, and what they were classified as; None without labels."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Other means over the images, by name."""
 
     @property
     def is_finite(self) -> bool:
@@ -57,6 +59,7 @@ class Evaluation:
         tops = {"val_top1": self.top1, "val_top5": self.top5}
         values = {"val_loss": self.loss, **tops, "val_images": self.images}
         values |= self.by_class.values if self.by_class else {}
+        values |= {f"val_{name}": value for name, value in self.means.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -75,7 +78,8 @@ class Evaluation:
         if self.left_out:
             images += f" of {self.images + self.left_out:,}"
         if self.top1 is None:
-            return f"val loss: {self.loss:.4f} of {images} images"
+            means = "".join(f", {name}: {value:.4f}" for name, value in self.means.items())
+            return f"val loss: {self.loss:.4f}{means} of {images} images"
         lost = printable(", ".join(self.lost_classes[:_CLASSES_SHOWN]))
         if len(self.lost_classes) > 1:
             more = ", ..." if len(self.lost_classes) > _CLASSES_SHOWN else ""

@@ -91,27 +91,38 @@ class Measure(abc.ABC):
 
 
 class MeanLoss(Measure):
-    """The mean of a loss over the images of an evaluation."""
+    """The mean of a loss, and of other figures, over the images of an evaluation."""
 
     def __init__(
-        self, losses: Callable[[nn.Module, Batch], torch.Tensor], backend: Backend
+        self,
+        losses: Callable[[nn.Module, Batch], torch.Tensor | Mapping[str, torch.Tensor]],
+        backend: Backend,
     ) -> None:
-        """``losses`` returns the loss of each sample of a batch, (samples,), in fp32."""
+        """``losses`` returns the loss of each sample of a batch, (samples,), in fp32, or several
+        such figures by name, of which "loss" is one."""
         self._losses, self._backend = losses, backend
-        self._loss = self._images = 0.0
+        self._sums: dict[str, float] = {}
+        """By name, over the images so far; "images": their number."""
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         is_image = batch["index"] != PADDING
-        known = torch.where(is_image, self._losses(model, batch), 0.0)  # padding's may be NaN
-        sums = torch.stack([known.sum(), is_image.sum().float()])
-        return {"sums": self._backend.sum(sums)}
+        found = self._losses(model, batch)
+        figures = {"loss": found} if isinstance(found, torch.Tensor) else found
+        known = {  # padding's may be NaN
+            name: torch.where(is_image, each, 0.0).sum() for name, each in figures.items()
+        }
+        sums = torch.stack([*known.values(), is_image.sum().float()])
+        return dict(zip((*known, "images"), self._backend.sum(sums)[:, None], strict=True))
 
     def add(self, values: Mapping[str, list[float]]) -> None:
-        loss, images = values["sums"]
-        self._loss, self._images = self._loss + loss, self._images + images
+        for name, (value,) in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
     def result(self) -> Evaluation:
-        return Evaluation(self._loss / (self._images or math.nan), images=int(self._images))
+        sums = {"loss": math.nan, "images": 0.0} | self._sums
+        images = sums.pop("images")
+        means = {name: value / (images or math.nan) for name, value in sums.items()}
+        return Evaluation(means.pop("loss"), images=int(images), means=means)
 
 
 class ImageValues:

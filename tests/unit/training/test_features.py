@@ -203,12 +203,27 @@ def test_what_it_refuses_is_told(words, told, strange):
 def test_mean_loss_leaves_out_padding():
     one_device = SimpleNamespace(sum=lambda values: values)
     losses = {0: [1.0, 4.0], 1: [7.0, math.nan]}  # the last is padding
-    measure = MeanLoss(lambda model, batch: torch.tensor(losses[model]), one_device)
-    for number, index in ((0, [0, 1]), (1, [2, PADDING])):
-        values = measure.of_batch(number, {"index": torch.tensor(index)})
-        measure.add({name: value.tolist() for name, value in values.items()})
-    assert measure.result() == Evaluation(4.0, images=3)
-    assert not MeanLoss(lambda model, batch: None, one_device).result().images
+
+    def alone(number, batch):
+        return torch.tensor(losses[number])
+
+    def with_another(number, batch):
+        return {"loss": alone(number, batch), "half": alone(number, batch) / 2}
+
+    for function, means in ((alone, {}), (with_another, {"half": 2.0})):
+        measure = MeanLoss(function, one_device)
+        for number, index in ((0, [0, 1]), (1, [2, PADDING])):
+            values = measure.of_batch(number, {"index": torch.tensor(index)})
+            measure.add({name: value.tolist() for name, value in values.items()})
+        found = measure.result()
+        assert found == Evaluation(4.0, images=3, means=means)
+        assert found.values == {
+            "val_loss": 4.0,
+            "val_images": 3,
+            **{f"val_{name}": value for name, value in means.items()},
+        }
+    assert str(found) == "val loss: 4.0000, half: 2.0000 of 3 images"
+    assert not MeanLoss(alone, one_device).result().images
 
 
 def test_noise_is_drawn_from_the_values_that_a_field_may_have():
