@@ -144,7 +144,8 @@ def _parquet(file: str, content: bytes) -> TextTable:
                     yield f"row {number} of {file}", [cell(value) for value in cells]
 
     schema = opened.schema_arrow
-    lists = [each.name for each in schema if tables.pa.types.is_list(each.type)]
+    is_list, is_large_list = tables.pa.types.is_list, tables.pa.types.is_large_list
+    lists = [each.name for each in schema if is_list(each.type) or is_large_list(each.type)]
     return TextTable(file, schema.names, read, lists)
 
 

@@ -89,7 +89,7 @@ class StringLists(Sequence[list[str]]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, number: Any) -> list[str]:
+    def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = self.ends[number - 1] if number else 0

@@ -127,6 +127,7 @@ class ImageTextView(ImageView):
 
 
 _COUNTED = 256
+"""Number of first images of which a log says how many captions are truncated."""
 
 
 def describe_texts(split: Split, name: str) -> str:
@@ -135,12 +136,12 @@ def describe_texts(split: Split, name: str) -> str:
     view = split.request.view
     assert isinstance(view, ImageTextView)
     assert view.tokenizer is not None
-    tokenizer, lengths = view.tokenizer, list[bool]()
+    tokenizer, truncated = view.tokenizer, list[bool]()
     for number in range(min(_COUNTED, len(split))):
         with contextlib.suppress(BrokenImageError):
-            lengths += map(tokenizer.is_truncated, read_captions(split, number))
+            truncated += map(tokenizer.is_truncated, read_captions(split, number))
     form = ", canonical" if tokenizer.canonical else ""
     return (
-        f"texts: {tokenizer.vocab_size:,} tokens ({name}{form}); {sum(lengths)} of the first "
-        f"{len(lengths)} captions are truncated to --text_length {view.length}"
+        f"texts: {tokenizer.vocab_size:,} tokens ({name}{form}); {sum(truncated)} of the first "
+        f"{len(truncated)} captions are truncated to --text_length {view.length}"
     )

@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.hub_server import HubServer, Repository
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.support.pairs import SOURCE
 from tests.support.tokenizer_files import save_clip_tokenizer
 from tests.support.usage_error import told_in_one_line
 
@@ -83,6 +84,21 @@ def test_another_tokenizer_is_one_line(made, run, tmp_path, capsys):
         assert "with which the run was started: use the same tokenizer, or another" in line
     line = told_in_one_line(capsys, *shared, "--no_canonical_text")
     assert "was trained with --canonical_text, not --no-canonical_text" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*SOURCE, *PAIRS, "--tokenizer", "bytes"], "--data_source colors has no caption of an"),
+        (["--data_source", "captioned_mosaics"], "has captions, and no classes: use --objective"),
+        (["--data_source", "captioned_mosaics", *PAIRS], "texts require a tokenizer: use --token"),
+        (["--data_source", "digits", *PAIRS], "which --data_source digits does not have: use web"),
+    ],
+)
+def test_data_without_texts_is_one_line(flags, message, tmp_path, capsys):
+    shared = ["--backend", "cuda", "--ckpt_dir", tmp_path / "run", *TINY_MODEL, *TINY_RUN]
+    assert message in told_in_one_line(capsys, *shared, *flags)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_on_the_hub(made, tmp_path):

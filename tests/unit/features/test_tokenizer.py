@@ -10,7 +10,7 @@ import pytest
 from features.image_text.config import ImageTextConfig
 from features.image_text.tokenizer import ByteTokenizer, FileTokenizer, canonical_text
 from features.image_text.tokenizer_files import open_tokenizer, save_copy
-from tests.support.resolved import on_xla
+from tests.support.resolved import on_gpus
 from tests.support.tokenizer_files import save_clip_tokenizer, save_siglip_tokenizer
 from training.errors import UsageError
 
@@ -127,7 +127,7 @@ def test_the_padding_is_part_of_the_checksum(tmp_path):
 
 def resolved(flags, objective="siglip"):
     """The flags of a resolved run, and its tokenizer."""
-    run = on_xla(
+    run = on_gpus(
         f"--fake_data --objective {objective} --model vit_tiny_patch16_224 --batch_size 8 "
         f"--text_depth 1 --text_width 16 --text_heads 2 {flags}"
     )
@@ -188,7 +188,7 @@ def test_a_used_checkpoint_brings_its_copy(tmp_path):
     checksum = f"--tokenizer_checksum {before.checksum}"
     (tmp_path / "run" / "step_5").mkdir(parents=True)
     save_copy(
-        on_xla(f"--fake_data --objective clip --model vit_tiny_patch16_224 {named}").config,
+        on_gpus(f"--fake_data --objective clip --model vit_tiny_patch16_224 {named}").config,
         tmp_path / "run",
     )
     (tmp_path / "made").rename(tmp_path / "moved")
