@@ -44,8 +44,8 @@ class EmbeddedPairs(NamedTuple):
 
 def ids_of_texts(tokens: np.ndarray) -> np.ndarray:
     """Return checksums of texts, (...), int64, given their tokens, (..., length)."""
-    rows = np.ascontiguousarray(tokens).reshape(-1, tokens.shape[-1])
-    ids = [xxhash.xxh3_64_intdigest(row) for row in rows]
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    ids = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in rows]
     return np.array(ids, np.uint64).view(np.int64).reshape(tokens.shape[:-1])
 
 

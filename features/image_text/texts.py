@@ -41,7 +41,7 @@ class Texts(Split):
         return {"text": torch.from_numpy(self._tokens[number])}
 
     def digest(self) -> str:
-        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self._tokens))
+        return xxhash.xxh3_64_hexdigest(self._tokens.tobytes())
 
 
 def source_of_texts(request: DatasetRequest, tokens: np.ndarray, vocab_size: int) -> DataSource:
