@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
+    from training.weights.source import Source
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ class Feature:
     order_flags: ClassVar[tuple[str, ...]] = ()
     """The fields of its flags that decide the order of the training images, which must not change
     in the middle of an epoch."""
+    weight_formats: ClassVar[tuple[str, ...]] = ()
+    """Formats of other programs' weights that it adds: the subclass of ``WeightFormat``
+    (``training/weights/formats.py``) of each, as "package.module:Class", imported on use."""
     saved_with_weights: ClassVar[bool] = False
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
@@ -150,6 +154,11 @@ class Feature:
     def check_data(self, run: Run, data: DataSource) -> Any:
         """Check what depends on the data, or on files such as weights, and return what its hooks
         need of that (``Training.opened``). Called before a training starts its devices."""
+
+    def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
+        """Return the configuration with the values of its flags that the files of another program's
+        weights say. Called before other choices; raises UsageError for flags that say otherwise."""
+        return config
 
     # -- the teacher (``--teacher``) of a run with the objective that it adds
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from data.source import View
     from models.spec import ModelSpec
     from training.resolve import Run
+    from training.weights.source import Source
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
@@ -39,6 +40,10 @@ class ImageText(Feature):
     }
     loss_label = "contrastive loss"
     saved_with_weights = True
+    weight_formats = (
+        "features.image_text.formats:OfTransformers",
+        "features.image_text.formats:OfOpenClip",
+    )
     parameters = ("text_", "image_projection.", "logit_")
     metrics = {
         "logit_scale": "scale of similarities",
@@ -59,6 +64,11 @@ class ImageText(Feature):
                 f"--objective {name} compares the pairs of a batch: use --batch_size 2 or more"
             )
         return config
+
+    def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
+        from features.image_text.formats import with_text_tower
+
+        return with_text_tower(config, weights)
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
         from features.image_text.model import add_to

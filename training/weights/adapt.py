@@ -27,6 +27,7 @@ from training.resolve import model_of
 from training.weights import timm_formats
 from training.weights.describe import describe
 from training.weights.find import find
+from training.weights.formats import format_of
 from training.weights.names import NAMED, listed
 from training.weights.source import Source, check_files
 
@@ -78,7 +79,7 @@ def adapt(
     here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
     naming = source.naming
     if conversion is not None:
-        naming = timm_formats.how(_seen(source, conversion), spec)
+        naming = _how(source, conversion, spec)
     note = "; ".join(filter(None, [naming, source.note]))
     hints = describe(source)
     layouts: dict[str, _Layout] = {}
@@ -129,24 +130,46 @@ def _layouts_for(source: Source, spec: ModelSpec) -> tuple[dict[str, torch.Tenso
 
     if source.run or fitting(found) == (len(wanted), 0):
         return found, None
-    ways: tuple[Conversion, ...] = ("named", "stored")
+    ways: tuple[Conversion, ...] = ("named", "stored", "added")
     for way in ways:
         with contextlib.suppress(timm_formats.Unconverted):
-            other = timm_formats.convert(_seen(source, way).layouts, spec)
+            other = _converted(_seen(source, way).layouts, way, spec)
             if fitting(other) > fitting(found):
                 found, conversion = other, way
-    if conversion == "stored":
+    if conversion in ("stored", "added"):
         source.check_whole()
     return found, conversion
 
 
-Conversion = Literal["named", "stored"] | None
-"""What timm converts: the tensors by the names that they have here without a model, or by those in
-the file, if any."""
+Conversion = Literal["named", "stored", "added"] | None
+"""What is converted: by timm, the tensors by the names that they have here without a model, or by
+those in the file; or the latter by a format that a feature adds."""
 
 
 def _seen(source: Source, conversion: Conversion) -> Source:
-    return source.as_stored if conversion == "stored" else source
+    return source if conversion == "named" else source.as_stored
+
+
+def _converted(
+    tensors: Mapping[str, torch.Tensor], conversion: Conversion, spec: ModelSpec
+) -> dict[str, torch.Tensor]:
+    """Return tensors by the model's names. Raises Unconverted."""
+    if conversion != "added":
+        return timm_formats.convert(tensors, spec)
+    added = format_of(tensors)
+    if added is None:
+        raise timm_formats.Unconverted("no feature knows the names")
+    return added.convert(tensors)
+
+
+def _how(source: Source, conversion: Conversion, spec: ModelSpec) -> str:
+    """Return how the weights are converted, for the log."""
+    seen = _seen(source, conversion)
+    added = format_of(seen.layouts) if conversion == "added" else None
+    by = f"names of {added.name} replaced" if added else timm_formats.how(seen, spec)
+    if source.tensors is None:
+        by += "; read whole by each process: convert them once with tools.convert to a file"
+    return by
 
 
 def _advice(there: Shapes, here: Shapes, otherwise: str, *, in_files: bool) -> str:
@@ -357,7 +380,10 @@ class Adapter:
         """The weights by the names in ``sources``."""
         if self.conversion is None:
             return self.source
-        return timm_formats.converted(_seen(self.source, self.conversion), self.spec)
+        seen = _seen(self.source, self.conversion)
+        # Whole in memory where they are not mapped from files.
+        tensors = _converted(seen.read([*seen.layouts]), self.conversion, self.spec)
+        return Source(seen.path, tensors=tensors, name=seen.name)
 
     def check_files(self, *, verify: bool) -> None:
         """Check the files of the weights (``training.weights.source.check_files``)."""

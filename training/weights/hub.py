@@ -22,6 +22,10 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
 """Files next to the weights that describe them, as written by timm and transformers."""
+OTHER_FILES = ("open_clip_model.safetensors",)
+"""Names of one file that other programs use."""
+OTHER_CONFIG_FILES = ("open_clip_config.json",)
+"""Files next to such weights that describe them."""
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -90,7 +94,7 @@ def download(name: str, flag: str) -> tuple[str, Path]:
                         f"{flag} {name}: this repository has neither {ONE_FILE} nor exactly one "
                         "other file of weights: download the file that you want, and pass its path"
                     )
-                wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE]
+                wanted = [*weights, CONFIG_FILE, PREPROCESSOR_FILE, *OTHER_CONFIG_FILES]
                 folder = Path(snapshot_download(repository, revision=commit, allow_patterns=wanted))
         except HubUnreachable as error:
             folder = cached(revision or None)
