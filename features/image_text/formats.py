@@ -40,7 +40,6 @@ def with_text_tower(config: RunConfig, weights: Source) -> RunConfig:
     hints = describe(weights)
     if not isinstance(hints.format, TwoTowers):
         return config
-    _check_projections(config, weights, hints.format)
     values = {}
     flags, given = by_field(ImageTextConfig), config.explicitly_set
     typed = config.of(ImageTextConfig)
@@ -64,6 +63,7 @@ def with_text_tower(config: RunConfig, weights: Source) -> RunConfig:
         else:
             continue
         raise setting.about.refusal(setting.key, setting.value, f": drop {drop}")
+    _check_projections(config, weights, hints.format)
     return with_defaults(config, values)
 
 
@@ -321,8 +321,13 @@ class OfOpenClip(TwoTowers):
         open_clip can ask of timm. Raises UsageError if there is none."""
         own = image.name.removeprefix("timm/").partition(".")[0]
         shape, hidden = image.sizes.input_shape, image.sizes.hidden
-        names = [name for name in timm_names() if "siglip" in name or "_clip_" in name]
-        for name in (own, *names):
+        start = f"vit_{_WIDTHS.get(image.sizes.embed_dim, '')}_patch{image.settings['patch_size']}_"
+        similar = {
+            name.rpartition("_")[0]: name  # one of each size of images
+            for name in timm_names()
+            if name.startswith(start) and ("siglip" in name or "clip" in name)
+        }
+        for name in (own, *similar.values()):
             try:
                 other = open_model(f"timm/{name}", {})
                 if other.sizes.input_shape != shape:
@@ -338,4 +343,9 @@ class OfOpenClip(TwoTowers):
         )
 
 
+_WIDTHS = {
+    **{768: "base", 1024: "large", 1152: "so400m", 1280: "huge", 1408: "giant"},
+    **{1536: "giantopt", 1664: "gigantic"},
+}
+"""timm's words for widths."""
 _ADDED = ("text_", "image_projection.", "logit_")

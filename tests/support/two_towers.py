@@ -1,11 +1,16 @@
 """Image-text models of the program with weights that another program saved, and their logits."""
 
 import torch
+from safetensors.torch import save_file
 
 import run_vit_training
+from training.checkpoints.format import SavedRun
+from training.flags import flat
 from training.resolve import resolve_common, resolve_model
+from training.schedule import Position
 from training.weights.adapt import adapt
 from training.weights.describe import take_over_described
+from training.weights.files import run_as_metadata
 from training.weights.find import find
 
 
@@ -60,7 +65,14 @@ def randomize(model, seed=0):
                     torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
                 )
             else:
-                is_norm = "norm" in name and name.endswith("weight")
+                is_norm = ("norm" in name or "ln_" in name) and name.endswith("weight")
                 values = 0.2 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(values + is_norm)
     return model.eval()
+
+
+def as_run(config, model, path):
+    """Save a model as a .safetensors file of a run with this configuration."""
+    run = SavedRun(path, Position(), flat(config))
+    save_file(model.state_dict(), path, {"format": "pt"} | run_as_metadata(run))
+    return path
