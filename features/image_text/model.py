@@ -88,13 +88,28 @@ class ImageTextSpec(TimmSpec):
 
     @property
     def runs(self) -> Sequence[StackRun]:
-        """The image tower's run, to which all FLOPs are attributed, and the text tower's."""
+        """The image tower's run, to which all FLOPs are attributed unless it is locked, and the
+        text tower's."""
         image, text = self.stacks.values()
         pixels, width = math.prod(image.input_shape), self.embedding_width
-        flops = self.train_flops_per_image
+        flops, locks_image = self.train_flops_per_image, self.config.lock_image
         return [
-            StackRun(IMAGE_BLOCKS, image.train_tokens, pixels, width, flops),
-            StackRun(TEXT_BLOCKS, text.train_tokens, text.num_tokens, width, 0.0),
+            StackRun(
+                IMAGE_BLOCKS,
+                image.train_tokens,
+                pixels,
+                width,
+                0.0 if locks_image else flops,
+                learns=not locks_image,
+            ),
+            StackRun(
+                TEXT_BLOCKS,
+                text.train_tokens,
+                text.num_tokens,
+                width,
+                flops if locks_image else 0.0,
+                learns=not self.config.lock_text,
+            ),
         ]
 
     @property
