@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
+    from training.weights.adapt import PartWeights
     from training.weights.source import Source
 
 
@@ -159,6 +160,11 @@ class Feature:
         """Return the configuration with the values of its flags that the files of another program's
         weights say. Called before other choices; raises UsageError for flags that say otherwise."""
         return config
+
+    def part_weights(self, run: Run) -> Sequence[PartWeights]:
+        """Return the weights of parts of the model that a new training does not take from
+        ``--init_from``."""
+        return ()
 
     # -- the teacher (``--teacher``) of a run with the objective that it adds
 

@@ -19,7 +19,7 @@ from training.logs.reports import Reports, read_expectation
 from training.objectives.registry import objective_class
 from training.resolve import Run, take_over
 from training.train import Prepared, train
-from training.weights.adapt import adapt
+from training.weights.adapt import PartWeights, adapt, with_parts
 from training.weights.describe import describe, settings_of, take_over_described
 from training.weights.find import commits, find, pretrained
 from training.weights.source import Source
@@ -66,12 +66,16 @@ def prepare_training(
             for split in filter(len, data.splits.values()):
                 split[SampleIndex(epoch=0, index=0)]
     progress = check(start, run, data)
-    initial = None
+    initial, parts = None, list[PartWeights]()
+    if not start.saved:
+        parts = [part for each in config.active_features for part in each.part_weights(run)]
     if weights:
-        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed)
+        without = tuple(prefix for part in parts for prefix in part.prefixes + part.where_fitting)
+        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed, without=without)
         names = describe(weights).classes_among(data.classes)
         if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
+    initial = with_parts(initial, run.model, parts, seed=config.seed)
     opened = {type(each): each.check_data(run, data) for each in config.active_features}
     parts.done("data")
     prepared = Prepared(

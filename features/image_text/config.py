@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from config_fields import bounded, flag, positive, positive_number
+from config_fields import bounded, flag, path_or_url, positive, positive_number
 
 OBJECTIVES = ("siglip", "clip")
 _REQUIRED = ("|".join(f"objective={name}" for name in OBJECTIVES),)
@@ -160,6 +160,17 @@ class ImageTextConfig:
         kind=bounded(float, -1e4, 1e4),
         requires=("objective=siglip",),
         requires_at_default=True,
+    )
+    init_text_from: str | None = flag(
+        None,
+        "initialize the text tower of a new run with that of these weights, of this program, "
+        "transformers or open_clip: a path or hf-hub:OWNER/NAME[@REVISION]; also its projection, "
+        "if the shapes fit; sets --text_depth and so on (default: that of --init_from, if it has "
+        "one)",
+        kind=path_or_url,
+        metavar="PATH",
+        requires=_REQUIRED,
+        incompatible_with=("eval_only", "features"),
     )
     lock_image: bool = flag(
         False,

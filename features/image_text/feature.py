@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from data.source import View
     from models.spec import ModelSpec
     from training.resolve import Run
+    from training.weights.adapt import PartWeights
     from training.weights.source import Source
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
@@ -55,6 +57,10 @@ class ImageText(Feature):
         from training.resolve import with_defaults
 
         name = config.objective.objective
+        if config.of(ImageTextConfig).init_text_from:
+            from features.image_text.weights import with_described_text_tower
+
+            config = with_described_text_tower(config)
         config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
         model = config.of(ImageTextConfig).text_model
         assert model is not None
@@ -66,9 +72,17 @@ class ImageText(Feature):
         return config
 
     def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
-        from features.image_text.formats import with_text_tower
+        from features.image_text.weights import with_text_tower
 
+        if config.of(ImageTextConfig).init_text_from:  # says it instead
+            return config
         return with_text_tower(config, weights)
+
+    def part_weights(self, run: Run) -> Sequence[PartWeights]:
+        from features.image_text.weights import text_tower_weights
+
+        path = run.config.of(ImageTextConfig).init_text_from
+        return [text_tower_weights(path)] if path else []
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
         from features.image_text.model import add_to
@@ -109,5 +123,6 @@ class ImageText(Feature):
                 text_length=min(text.length, _SMALL_LENGTH),
                 text_vocab_size=min(text.vocab_size, _SMALL_VOCABULARY),
                 projection_dim=flags.projection_dim and small.width,
+                init_text_from=None,
             )
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import argparse
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from data.config import Preprocessing
 from features.image_text import names, open_clip_config, transformers_config
-from features.image_text.config import TEXT_MODELS, ImageTextConfig
 from features.image_text.model import ImageTextSpec
 from models.config import ModelError
 from models.registry import open_model
@@ -21,79 +19,20 @@ from models.timm_models import names as timm_names
 from training.checkpoints.format import SavedRun
 from training.config import RunConfig
 from training.errors import UsageError
-from training.flags import by_field
-from training.resolve import model_of, trained_model, with_defaults
-from training.weights.config_json import DescribedModel, Setting, parsed_value
-from training.weights.describe import describe, preprocessing_of
+from training.resolve import model_of, trained_model
+from training.weights.config_json import DescribedModel, Setting
+from training.weights.describe import preprocessing_of
 from training.weights.formats import Exported, WeightFormat
 from training.weights.hub import CONFIG_FILE, PREPROCESSOR_FILE
 from training.weights.processor import processing_of
 from training.weights.sidecar import Sidecar
-from training.weights.source import Source
-
-# -- Settings of weights, as flags -----------------------------------------------------------------
 
 
-def with_text_tower(config: RunConfig, weights: Source) -> RunConfig:
-    """Return the configuration with the text tower that files next to weights describe. Raises
-    UsageError for flags that say otherwise, and for weights that ``--objective`` cannot use."""
-    hints = describe(weights)
-    if not isinstance(hints.format, TwoTowers):
-        return config
-    values = {}
-    flags, given = by_field(ImageTextConfig), config.explicitly_set
-    typed = config.of(ImageTextConfig)
-    model = typed.text_model if "text_model" in given else None
-    for setting in hints.format.text_tower(hints.config):
-        name, option = setting.argument, flags[setting.argument]
-        if option.choices and setting.value not in option.choices:
-            known = ", ".join(map(str, option.choices))
-            why = f", which {option.names[0]} does not have ({known})"
-            raise setting.about.refusal(setting.key, setting.value, why)
-        try:
-            values[name] = parsed_value(option, setting.value)
-        except argparse.ArgumentTypeError as error:
-            why = f", which {option.names[0]} does not accept ({error})"
-            raise setting.about.refusal(setting.key, setting.value, why) from None
-        typed_value = getattr(typed, name)
-        if name in given and not _same(typed_value, values[name]):
-            drop = option.typed(typed_value)
-        elif model and name not in given and not _same(TEXT_MODELS[model].get(name), values[name]):
-            drop = f"--text_model {model}"
-        else:
-            continue
-        raise setting.about.refusal(setting.key, setting.value, f": drop {drop}")
-    _check_projections(config, weights, hints.format)
-    return with_defaults(config, values)
-
-
-def _same(given: Any, there: Any) -> bool:
+def same_value(given: Any, there: Any) -> bool:
     """Compare values of a flag; None is no value."""
     if isinstance(given, float) and isinstance(there, float):
         return math.isclose(given, there, rel_tol=1e-3)
     return given is None or given == there
-
-
-def _check_projections(config: RunConfig, weights: Source, found: TwoTowers) -> None:
-    """Raise UsageError if both towers' outputs would be projected otherwise than in the weights."""
-    there = found.convert(weights.as_stored.layouts)
-    if "text_embed.weight" not in there or "patch_embed.proj.weight" not in there:
-        return
-    name, title = config.objective.objective, weights.title
-    projection = there.get("image_projection.weight")
-    if name == "clip" and (projection is None or "text_projection.bias" in there):
-        raise UsageError(
-            f"{title} has SigLIP's projection, of texts alone and with a bias: use --objective "
-            "siglip"
-        )
-    if name == "siglip" and projection is not None and len({*projection.shape}) == 1:
-        raise UsageError(
-            f"{title} projects images to embeddings of their own width, which --objective siglip "
-            "does not: use --objective clip"
-        )
-
-
-# -- Formats ---------------------------------------------------------------------------------------
 
 
 class TwoTowers(WeightFormat):
@@ -129,7 +68,7 @@ class TwoTowers(WeightFormat):
         text = vars(spec.config)
         for setting in self.text_tower(about):
             name = setting.argument
-            if name != "projection_dim" and not _same(text[name], setting.value):
+            if name != "projection_dim" and not same_value(text[name], setting.value):
                 raise self._refusal(run, f"--{name} is {text[name]!r}, there {setting.value!r}")
 
     def _check_all_written(self, run: SavedRun, left: Sequence[str]) -> None:

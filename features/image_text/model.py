@@ -29,8 +29,9 @@ MAX_LOGIT_SCALE = 100.0
 """CLIP's limit (arXiv 2103.00020, section 2.5)."""
 _EMBEDDING_STD, _POSITION_STD = 0.02, 0.01
 """Standard deviations of initial token and position embeddings, as in CLIP's code."""
-_TEXT_TOWER = ("text_embed.", "text_pos_embed", "text_blocks.", "text_norm.")
-_SHARED = ("text_projection.", "image_projection.", "logit_")
+TEXT_TOWER = ("text_embed.", "text_pos_embed", "text_blocks.", "text_norm.")
+TEXT_PROJECTION = "text_projection."
+_SHARED = (TEXT_PROJECTION, "image_projection.", "logit_")
 """Prefixes of the names of parameters that belong to the text tower, and to neither tower."""
 
 
@@ -123,9 +124,9 @@ class ImageTextSpec(TimmSpec):
         """The parameters of the locked tower."""
         names = [name for name, _ in self.meta.named_parameters()]
         if self.config.lock_text:
-            return frozenset(name for name in names if name.startswith(_TEXT_TOWER))
+            return frozenset(name for name in names if name.startswith(TEXT_TOWER))
         if self.config.lock_image:
-            others = (*_TEXT_TOWER, *_SHARED)
+            others = (*TEXT_TOWER, *_SHARED)
             return frozenset(name for name in names if not name.startswith(others))
         return frozenset()
 
@@ -148,7 +149,10 @@ class ImageTextSpec(TimmSpec):
         return ((*super().example(), text),)
 
 
-_OF_TRAINING = ("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model")
+_OF_TRAINING = (
+    *("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model"),
+    "init_text_from",
+)
 """Flags that do not change the output of a trained model."""
 
 

@@ -226,7 +226,6 @@ def write(
     return found, [*left]
 
 
-
 def depth_of(names: Collection[str], prefix: str) -> int:
     """Return the number of blocks whose names start with ``prefix``."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -66,17 +66,22 @@ def adapt(
     unchanged: bool = False,
     classes: list[str] | None = None,
     seed: int = 0,
+    without: tuple[str, ...] = (),
 ) -> Adapter:
     """Return how weights are adapted to a model.
 
     ``unchanged``: all tensors are used as they are. Otherwise positions and patches are resampled,
     and the head is used if its classes are ``classes``, those of the data by label, as far as both
-    are known; tensors that the weights lack are initialized from ``seed``. Raises UsageError naming
-    tensors that do not fit.
+    are known; tensors that the weights lack are initialized from ``seed``. So are those whose names
+    start with ``without``, of which the weights are not used. Raises UsageError naming tensors that
+    do not fit.
     """
     there, conversion = _layouts_for(source, spec)
     shapes = {name: tensor.shape for name, tensor in there.items()}
     here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
+    for each in (shapes, here):
+        for name in [name for name in each if name.startswith(without)]:
+            del each[name]
     naming = source.naming
     if conversion is not None:
         naming = _how(source, conversion, spec)
@@ -105,6 +110,70 @@ def adapt(
         note=note,
     )
     vars(adapter)["source"] = source  # other processes find it themselves
+    return adapter
+
+
+@dataclass(frozen=True)
+class PartWeights:
+    """Weights of a part of a model, from elsewhere than those of the rest."""
+
+    source: Source
+    prefixes: tuple[str, ...]
+    """Of the names of the part's parameters."""
+    where_fitting: tuple[str, ...] = ()
+    """Of the names of more parameters, which are used only if all of their shapes fit."""
+
+
+def with_parts(
+    adapter: Adapter | None, spec: ModelSpec, parts: Sequence[PartWeights], *, seed: int = 0
+) -> Adapter | None:
+    """Return an adapter that also fills these parts; all else is that of ``adapter`` or, without
+    one, initialized from ``seed``. Raises UsageError naming tensors that do not fit."""
+    for part in parts:
+        more = _adapt_part(part, spec, seed)
+        if adapter is None:
+            adapter = more
+            continue
+        whole, adapter = adapter, replace(adapter, others=(*adapter.others, more))
+        vars(adapter)["source"] = whole.source
+    return adapter
+
+
+def _adapt_part(part: PartWeights, spec: ModelSpec, seed: int) -> Adapter:
+    source = part.source
+    there, conversion = _layouts_for(source, spec)
+    here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
+    names = [name for name in here if name.startswith(part.prefixes)]
+    for name in names:
+        if name not in there:
+            advice = "use weights of a model that has both towers, or only this one"
+            raise UsageError(f"{source.title} has no {name}, which the model has: {advice}")
+        was, now = tuple(there[name].shape), tuple(here[name])
+        if was != now:
+            raise UsageError(
+                f"{name} has shape {was} in {source.title}, {now} in the model: {_MODEL_FLAGS}"
+            )
+    more = [name for name in here if name.startswith(part.where_fitting)]
+    if part.where_fitting and all(n in there and there[n].shape == here[n] for n in more):
+        names, more = names + more, []
+    note = f"weights of {source.title}: {len(names)} tensors unchanged"
+    if part.where_fitting and more:
+        note += f"; new: {listed(more, 2 * NAMED)}"
+    naming = source.naming if conversion is None else _how(source, conversion, spec)
+    adapter = Adapter(
+        source.path,
+        source.title,
+        use_ema=source.kind == EMA,
+        loads_sharded=False,
+        conversion=conversion,
+        spec=spec,
+        seed=seed,
+        sources={name: name for name in names},
+        layouts={},
+        antialiases_positions=False,
+        note="; ".join(filter(None, [note, naming, source.note])),
+    )
+    vars(adapter)["source"] = source
     return adapter
 
 
@@ -364,6 +433,13 @@ class Adapter:
     """The old layouts of position embeddings that are resampled, by name."""
     antialiases_positions: bool
     """Whether position embeddings are resampled with antialiasing, as in timm."""
+    others: tuple[Adapter, ...] = ()
+    """Those of parts of the model, which fill these afterwards."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log: ``note``, and those of ``others``."""
+        return [each.note for each in (self, *self.others)]
 
     @property
     def keeps_head(self) -> bool:
@@ -387,7 +463,8 @@ class Adapter:
 
     def check_files(self, *, verify: bool) -> None:
         """Check the files of the weights (``training.weights.source.check_files``)."""
-        check_files(self.source, verify=verify)
+        for each in (self, *self.others):
+            check_files(each.source, verify=verify)
 
     def __getstate__(self) -> dict:
         found = ("source", "_by_names")
@@ -412,6 +489,13 @@ class Adapter:
                 allocate_own(part)  # no random values that are overwritten
             used += known
         self.spec.initialize(module, name, seed=self.seed)
+        self._fill(module, name, used)
+        for other in self.others:
+            keys = [key for key, _ in module.named_parameters(prefix=name) if key in other.sources]
+            other._fill(module, name, keys)
+
+    def _fill(self, module: nn.Module, name: str, used: Sequence[str]) -> None:
+        """Copy the weights to these parameters below ``module``."""
         values = self._by_names.read([self.sources[key] for key in used])
         here = dict(module.named_parameters(prefix=name))
         for key in used:

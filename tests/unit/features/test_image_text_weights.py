@@ -1,8 +1,9 @@
-"""Weights of public image-text models: the same logits as transformers, read and written; what files
+"""Weights of public image-text models: the logits of transformers, read and written; what files
 say of the model wins, or contradicting flags are refused."""
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from transformers import (
 )
 
 import run_vit_training
+from features.image_text.feature import ImageText
 from tests.fakes.filled import filled
 from tests.support.two_towers import as_run, configured, drawn, loaded, logits, randomize
 from tools import convert
 from training.errors import UsageError
 from training.resolve import resolve_common, resolve_model
-from training.weights.adapt import adapt
+from training.weights.adapt import adapt, with_parts
 
 NARROW = 8
 """Towers are as much narrower than the published ones."""
@@ -368,7 +370,10 @@ def changed(folder, tmp_path, part=None, **values):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--text_norm_eps 1e-5", "has text_config.layer_norm_eps 1e-06: drop --text_norm_eps 1e-05"),
+        (
+            "--text_norm_eps 1e-5",
+            "has text_config.layer_norm_eps 1e-06: drop --text_norm_eps 1e-05",
+        ),
         ("--text_act gelu", "has text_config.hidden_act 'gelu_tanh': drop --text_act gelu"),
         ("--text_pool argmax", "has model_type 'last': drop --text_pool argmax"),
         ("--text_causal", "has model_type False: drop --text_causal"),
@@ -434,7 +439,7 @@ def test_what_open_clip_has_besides(part, values, text, tmp_path):
 
 
 def test_image_tower_alone(siglip_folder):
-    """For classification the text tower is left out; the image tower's outputs are transformers'."""
+    """For classification the text tower is left out; features are transformers'."""
     model = loaded_image(siglip_folder)
     theirs = AutoModel.from_pretrained(siglip_folder, attn_implementation="eager").eval()
     images = torch.randn(2, 3, 64, 64)
@@ -452,3 +457,96 @@ def test_preprocessing_is_the_files(siglip_folder, tmp_path):
     data = config.data
     assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     assert (data.crop_mode, data.interpolation) == ("squash", "bicubic")
+
+
+# -- the text tower from elsewhere -----------------------------------------------------------------
+
+IMAGE = "--model vit_tiny_patch16_224 --image_size 32 --num_blocks 2".split()
+
+
+def initialized(config, spec):
+    """The model as before a training from scratch."""
+    parts = [part for each in config.active_features for part in each.part_weights(run_of(config))]
+    adapter = with_parts(None, spec, parts, seed=config.seed)
+    model = spec.build()
+    for name, unit in spec.units(model):
+        adapter.initialize(unit, name)
+    return model.eval(), adapter
+
+
+def run_of(config):
+    return SimpleNamespace(config=config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_projection"),
+    [("--embed_dim 96 --num_heads 2", True), ("--lock_text", False)],
+)
+def test_text_tower_alone(flags, has_projection, siglip_folder):
+    """Beside an image tower with random weights; its projection is new if it does not fit."""
+    words = ["--objective", "siglip", "--init_text_from", str(siglip_folder), *IMAGE]
+    config, spec, _ = of_flags(*words, *flags.split())
+    model, adapter = initialized(config, spec)
+    theirs = AutoModel.from_pretrained(siglip_folder, attn_implementation="eager").eval()
+    _, tokens = drawn(spec)
+    with torch.no_grad():
+        expected = theirs.text_model(input_ids=tokens)
+        pooled = model.pooled_text(tokens.int())
+        projected = model.text_projection(pooled)
+    last = expected.last_hidden_state[:, -1]
+    torch.testing.assert_close(pooled, last, rtol=1e-5, atol=1e-5)
+    if has_projection:
+        torch.testing.assert_close(projected, expected.pooler_output, rtol=1e-5, atol=1e-5)
+    assert ("new: text_projection.bias" in adapter.note) != has_projection
+    fresh = filled(spec, seed=config.seed).state_dict()
+    for name, value in model.state_dict().items():
+        if not name.startswith("text_"):
+            assert torch.equal(value, fresh[name]), name
+
+
+def test_both_towers_from_different_weights(siglip_folder, tmp_path):
+    """Also where the first has a text tower of other sizes."""
+    of_transformers(ARCHITECTURES["clip B/16"]).save_pretrained(tmp_path)
+    words = ["--objective", "siglip", "--init_text_from", siglip_folder]
+    config, spec, source = configured(tmp_path, *words)
+    (part,) = ImageText().part_weights(run_of(config))
+    without = part.prefixes + part.where_fitting
+    adapter = with_parts(adapt(source, spec, without=without), spec, [part])
+    model = spec.build()
+    for name, unit in spec.units(model):
+        adapter.initialize(unit, name)
+    siglip = AutoModel.from_pretrained(siglip_folder, attn_implementation="eager").eval()
+    clip = AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    images, tokens = drawn(spec)
+    with torch.no_grad():
+        last = siglip.text_model(input_ids=tokens).last_hidden_state[:, -1]
+        found = model.eval().pooled_text(tokens.int())
+        torch.testing.assert_close(found, last, rtol=1e-5, atol=1e-5)
+        pooled = clip.vision_model(pixel_values=images).pooler_output
+        torch.testing.assert_close(model(images), pooled, rtol=1e-5, atol=1e-5)
+
+
+def test_text_tower_of_a_run(tmp_path):
+    flags = ["--objective", "clip", *IMAGE, *"--text_depth 1 --text_width 24".split()]
+    flags += "--text_heads 2 --text_vocab_size 90".split()
+    config, _, model = of_flags(*flags)
+    run = as_run(config, model, tmp_path / "run.safetensors")
+    config, spec, _ = of_flags("--objective", "clip", "--init_text_from", str(run), *IMAGE)
+    again, _ = initialized(config, spec)
+    assert torch.equal(again.text_blocks[0].mlp.fc1.weight, model.text_blocks[0].mlp.fc1.weight)
+    assert torch.equal(again.text_projection.weight, model.text_projection.weight)
+
+
+def test_text_towers_that_are_refused(siglip_folder, tmp_path):
+    save_file({"blocks.0.norm1.weight": torch.ones(2)}, tmp_path / "image.safetensors")
+    of_images = as_run(*of_flags(*IMAGE)[::2], tmp_path / "classifier.safetensors")
+    words = ["--objective", "siglip", *IMAGE, "--init_text_from"]
+    with pytest.raises(UsageError, match="it was trained without texts"):
+        of_flags(*words, str(of_images))
+    with pytest.raises(UsageError, match="num_hidden_layers 2: drop --text_depth 3"):
+        of_flags(*words, str(siglip_folder), "--text_depth", "3")
+    with pytest.raises(UsageError, match=r"--init_text_from .*no such checkpoint"):
+        of_flags(*words, str(tmp_path / "nothing"))
+    config, spec, _ = of_flags(*words, str(tmp_path / "image.safetensors"))
+    with pytest.raises(UsageError, match="has no text_pos_embed, which the model has"):
+        initialized(config, spec)
