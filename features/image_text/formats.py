@@ -256,21 +256,20 @@ class OfOpenClip(TwoTowers):
         )
 
     def _timm_name(self, run: SavedRun, image: ModelSpec) -> str:
-        """Return timm's model with these settings but for the size of images, which is all that
-        open_clip can ask of timm. Raises UsageError if there is none."""
+        """Return timm's model with these settings: open_clip can ask timm for no others. Raises
+        UsageError if there is none."""
         own = image.name.removeprefix("timm/").partition(".")[0]
         shape, hidden = image.sizes.input_shape, image.sizes.hidden
-        start = f"vit_{_WIDTHS.get(image.sizes.embed_dim, '')}_patch{image.settings['patch_size']}_"
-        similar = {
-            name.rpartition("_")[0]: name  # one of each size of images
+        width = _WIDTHS.get(image.sizes.embed_dim, "")
+        start, end = f"vit_{width}_patch{image.settings['patch_size']}_", f"_{shape[-1]}"
+        similar = [
+            name
             for name in timm_names()
-            if name.startswith(start) and ("siglip" in name or "clip" in name)
-        }
-        for name in (own, *similar.values()):
+            if name.startswith(start) and name.endswith(end) and "clip" in name
+        ]
+        for name in (own, *similar):
             try:
                 other = open_model(f"timm/{name}", {})
-                if other.sizes.input_shape != shape:
-                    other = open_model(f"timm/{name}", {"img_size": shape[1:]})
             except ModelError:
                 continue
             differing = [n for n in image.differences(other.settings) if n not in _AS_SIZES]

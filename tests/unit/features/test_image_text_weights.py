@@ -221,7 +221,7 @@ SIGLIP_OPEN_CLIP = {
     "init_logit_bias": -10,
     "custom_text": True,
     "vision_cfg": {
-        **{"image_size": 32, "timm_model_name": "vit_tiny_patch16_224"},
+        **{"image_size": 224, "timm_model_name": "vit_tiny_patch16_224"},
         **{"timm_pool": "token", "timm_proj": "none"},
     },
     "text_cfg": {
@@ -234,7 +234,7 @@ SIGLIP_OPEN_CLIP = {
 
 def test_there_and_back_in_open_clips_form(tmp_path):
     """timm's image tower, which open_clip names; written again: the same tensors and settings."""
-    flags = "--model timm/vit_tiny_patch16_224 --image_size 32 --objective siglip".split()
+    flags = "--model timm/vit_tiny_patch16_224 --objective siglip".split()
     flags += "--text_width 48 --text_heads 4 --text_depth 2 --text_vocab_size 90".split()
     config, spec, model = of_flags(*flags, "--text_length", "12")
     run = as_run(config, model, tmp_path / "run.safetensors")
@@ -316,17 +316,17 @@ def test_transformers_loads_what_is_written(name, tmp_path):
         ("--text_causal", "transformers", "its --text_causal is True, there False"),
         ("--projection_dim 24", "transformers", "its image_projection.weight has no place there"),
         ("--text_pool mean", "open_clip", "text_cfg.pool_type 'mean', which is not supported"),
-        ("--num_heads 4", "open_clip", "timm has no model of the settings of its image tower"),
+        ("--image_size 32", "open_clip", "timm has no model of the settings of its image tower"),
     ],
 )
 def test_what_cannot_be_written(flags, names, text, tmp_path, capsys):
-    small = "--image_size 32 --objective siglip --text_width 24 --text_heads 2".split()
+    small = "--objective siglip --text_width 24 --text_heads 2".split()
     small += "--text_depth 1 --text_vocab_size 90".split()
     if names == "open_clip":
         small += ["--model", "timm/vit_tiny_patch16_224"]
     else:
         small += "--model timm/vit_base_patch32_siglip_256 --embed_dim 36 --num_heads 2".split()
-        small += "--num_blocks 1".split()
+        small += "--num_blocks 1 --image_size 32".split()
     config, _, model = of_flags(*small, *flags.split())
     run = as_run(config, model, tmp_path / "run.safetensors")
     words = [run, tmp_path / "there", "--to", "safetensors", "--names", names]
