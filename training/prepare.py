@@ -66,16 +66,16 @@ def prepare_training(
             for split in filter(len, data.splits.values()):
                 split[SampleIndex(epoch=0, index=0)]
     progress = check(start, run, data)
-    initial, parts = None, list[PartWeights]()
+    initial, elsewhere = None, list[PartWeights]()
     if not start.saved:
-        parts = [part for each in config.active_features for part in each.part_weights(run)]
+        elsewhere = [part for each in config.active_features for part in each.part_weights(run)]
     if weights:
-        without = tuple(prefix for part in parts for prefix in part.prefixes + part.where_fitting)
+        without = tuple(name for part in elsewhere for name in part.prefixes + part.where_fitting)
         initial = adapt(weights, run.model, classes=data.classes, seed=config.seed, without=without)
         names = describe(weights).classes_among(data.classes)
         if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
-    initial = with_parts(initial, run.model, parts, seed=config.seed)
+    initial = with_parts(initial, run.model, elsewhere, seed=config.seed)
     opened = {type(each): each.check_data(run, data) for each in config.active_features}
     parts.done("data")
     prepared = Prepared(
