@@ -4,6 +4,7 @@ import torch
 from safetensors.torch import save_file
 
 import run_vit_training
+from tests.fakes.filled import filled
 from training.checkpoints.format import SavedRun
 from training.flags import flat
 from training.resolve import resolve_common, resolve_model
@@ -69,6 +70,20 @@ def randomize(model, seed=0):
                 values = 0.2 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(values + is_norm)
     return model.eval()
+
+
+def of_flags(*flags):
+    """A configuration, and the model with random weights."""
+    words = ["--fake_data", "--batch_size", "4", *flags]
+    config = resolve_common(run_vit_training.read_flags(words).run)
+    config, spec = resolve_model(config)
+    return config, spec, randomize(filled(spec))
+
+
+def write_run(path, *flags):
+    """Save a model with random weights, as ``as_run``."""
+    config, _, model = of_flags(*flags)
+    return as_run(config, model, path)
 
 
 def as_run(config, model, path):

@@ -58,7 +58,14 @@ def test_there_and_back(backend, public, tmp_path):
 @pytest.mark.long
 def test_locked_text_tower_from_elsewhere(public, tmp_path):
     """Resumed, it needs the weights no more; it has not changed."""
-    flags = ["--fake_data", "--objective", "siglip", "--lock_text", "--model", "vit_tiny_patch16_224"]
+    flags = [
+        "--fake_data",
+        "--objective",
+        "siglip",
+        "--lock_text",
+        "--model",
+        "vit_tiny_patch16_224",
+    ]
     folder = tmp_path / "text"
     folder.mkdir()
     for path in public.iterdir():

@@ -20,13 +20,19 @@ from transformers import (
     SiglipModel,
 )
 
-import run_vit_training
 from features.image_text.feature import ImageText
 from tests.fakes.filled import filled
-from tests.support.two_towers import as_run, configured, drawn, loaded, logits, randomize
+from tests.support.two_towers import (
+    as_run,
+    configured,
+    drawn,
+    loaded,
+    logits,
+    of_flags,
+    randomize,
+)
 from tools import convert
 from training.errors import UsageError
-from training.resolve import resolve_common, resolve_model
 from training.weights.adapt import adapt, with_parts
 
 NARROW = 8
@@ -254,14 +260,6 @@ def test_there_and_back_in_open_clips_form(tmp_path):
     # The image tower alone, by timm's names.
     image = loaded_image(folder)
     torch.testing.assert_close(image(images), model(images))
-
-
-def of_flags(*flags):
-    """A configuration, and the model with random weights."""
-    words = ["--fake_data", "--batch_size", "4", *flags]
-    config = resolve_common(run_vit_training.read_flags(words).run)
-    config, spec = resolve_model(config)
-    return config, spec, randomize(filled(spec))
 
 
 def converted(source, target, names):
