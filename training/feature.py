@@ -157,8 +157,9 @@ class Feature:
         need of that (``Training.opened``). Called before a training starts its devices."""
 
     def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
-        """Return the configuration with the values of its flags that the files of another program's
-        weights say. Called before other choices; raises UsageError for flags that say otherwise."""
+        """Return the configuration with the values of its flags that are known of the weights of
+        ``--init_from``, or of another program's. Called before other choices; raises UsageError for
+        flags that say otherwise."""
         return config
 
     def part_weights(self, run: Run) -> Sequence[PartWeights]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from features.image_text.config import TEXT_MODELS, ImageTextConfig
+from features.image_text.config import TEXT_MODELS, ImageTextConfig, TextTower
 from features.image_text.formats import TwoTowers, same_value
 from features.image_text.model import TEXT_PROJECTION, TEXT_TOWER
 from training.config import RunConfig
@@ -16,27 +16,45 @@ from training.weights.adapt import PartWeights
 from training.weights.config_json import Setting, parsed_value
 from training.weights.describe import describe
 from training.weights.find import find
+from training.weights.sidecar import Sidecar
 from training.weights.source import Source
 
 _FLAG = "--init_text_from"
 
 
 def with_text_tower(config: RunConfig, weights: Source, *, alone: bool = False) -> RunConfig:
-    """Return the configuration with the text tower that files next to weights describe, and the
-    width of embeddings unless it is used ``alone``. Raises UsageError for flags that say otherwise,
-    and for weights that ``--objective`` cannot use."""
-    hints = describe(weights)
-    if not isinstance(hints.format, TwoTowers):
-        return config
+    """Return the configuration with the text tower that is known of weights, and the width of
+    embeddings unless it is used ``alone``. Raises UsageError for flags that say otherwise, and for
+    weights that ``--objective`` cannot use."""
     values = {}
-    for setting in hints.format.text_tower(hints.config):
+    for setting in _text_tower_of(weights):
         if not (alone and setting.argument == "projection_dim"):
             values[setting.argument] = value = _parsed(setting)
             if contradicting := _contradicting(config, setting.argument, value):
                 raise setting.about.refusal(setting.key, setting.value, f": drop {contradicting}")
     if not alone:
-        _check_projections(config, weights, hints.format)
+        _check_shared(config, weights)
     return with_defaults(config, values)
+
+
+def _text_tower_of(weights: Source) -> list[Setting]:
+    """Return the flags' values that a run or files next to weights say; [] if none does."""
+    if weights.run:
+        about, flags = Sidecar(weights.path, {}), weights.run.config.of(ImageTextConfig)
+        if None in flags.text:
+            return []
+        names = [*(f"text_{name}" for name in TextTower._fields), "projection_dim"]
+        known = by_field(ImageTextConfig)
+        found = {name: getattr(flags, name) for name in names}
+        return [
+            Setting(about, known[name].names[0], value, name)
+            for name, value in found.items()
+            if value is not None
+        ]
+    hints = describe(weights)
+    if not isinstance(hints.format, TwoTowers):
+        return []
+    return [*hints.format.text_tower(hints.config)]
 
 
 def _parsed(setting: Setting) -> Any:
@@ -66,9 +84,12 @@ def _contradicting(config: RunConfig, name: str, value: Any) -> str:
     return ""
 
 
-def _check_projections(config: RunConfig, weights: Source, found: TwoTowers) -> None:
-    """Raise UsageError if both towers' outputs would be projected otherwise than in the weights."""
-    there = found.convert(weights.as_stored.layouts)
+def _check_shared(config: RunConfig, weights: Source) -> None:
+    """Raise UsageError if both towers' outputs would be projected or compared otherwise than in the
+    weights."""
+    there = weights.layouts
+    if not weights.run and (found := describe(weights).format):
+        there = found.convert(weights.as_stored.layouts)
     if "text_embed.weight" not in there or "patch_embed.proj.weight" not in there:
         return
     name, title = config.objective.objective, weights.title
@@ -83,6 +104,9 @@ def _check_projections(config: RunConfig, weights: Source, found: TwoTowers) -> 
             f"{title} projects images to embeddings of their own width, which --objective siglip "
             "does not: use --objective clip"
         )
+    for parameter in ("logit_scale", "logit_bias"):
+        if parameter in there and f"{parameter}_init" in config.explicitly_set:
+            raise UsageError(f"{title} has a learned {parameter}: drop --{parameter}_init")
 
 
 def with_described_text_tower(config: RunConfig) -> RunConfig:
@@ -94,14 +118,9 @@ def with_described_text_tower(config: RunConfig) -> RunConfig:
     if None not in flags.text:
         return config
     found = find(flags.init_text_from, _FLAG)
-    if found.run:
-        saved = found.run.config.of(ImageTextConfig).text
-        values = {f"text_{name}": value for name, value in saved._asdict().items()}
-        if None in saved:
-            raise UsageError(f"{_FLAG} {found.title}: it was trained without texts")
-        config = with_defaults(config, values)
-    else:
-        config = with_text_tower(config, found, alone=True)
+    if found.run and None in found.run.config.of(ImageTextConfig).text:
+        raise UsageError(f"{_FLAG} {found.title}: it was trained without texts")
+    config = with_text_tower(config, found, alone=True)
     return with_values(config, {"init_text_from": found.name})
 
 

@@ -213,7 +213,10 @@ def take_over_described(
         of_other_run = {*by_field(*flags_of_weights()), *RANDOM_SPLIT}
         kept = of_other_run | config.explicitly_set  # auto, too: the images are others
         values = {name: each for name, each in values.items() if name not in kept}
-        return take_over(config, values, source.path), source
+        config = take_over(config, values, source.path)
+        for feature in config.active_features:
+            config = feature.of_weights(config, source)
+        return config, source
     hints = describe(source)
     if config.model.model is not None:
         check_described(config, hints, keeps_head=keeps_head)

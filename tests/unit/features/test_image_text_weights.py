@@ -344,6 +344,10 @@ def test_only_pairs_are_written(tmp_path, capsys):
         words = [str(run), str(tmp_path / target), "--names", "transformers", *more]
         assert convert.main(words) == 2
         assert text in capsys.readouterr().err
+    save_file({"norm.weight": torch.ones(2)}, tmp_path / "bare.safetensors")
+    words = [tmp_path / "bare.safetensors", tmp_path / "there", "--to", "safetensors"]
+    assert convert.main([*map(str, words), "--names", "open_clip"]) == 2
+    assert "--names open_clip requires a checkpoint of a run" in capsys.readouterr().err
 
 
 # -- what files say --------------------------------------------------------------------------------
@@ -378,6 +382,7 @@ def changed(folder, tmp_path, part=None, **values):
         ("--text_depth 3", "has text_config.num_hidden_layers 2: drop --text_depth 3"),
         ("--text_model siglip_base", "drop --text_model siglip_base"),
         ("--objective clip", "has SigLIP's projection, of texts alone and with a bias"),
+        ("--logit_scale_init 5", "has a learned logit_scale: drop --logit_scale_init"),
         (
             "--model timm/vit_base_patch16_siglip_224 --embed_dim 96 --num_heads 6",
             "has hidden_act 'gelu_tanh', but timm/vit_base_patch16_siglip_224 is built with",
@@ -455,6 +460,34 @@ def test_preprocessing_is_the_files(siglip_folder, tmp_path):
     data = config.data
     assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     assert (data.crop_mode, data.interpolation) == ("squash", "bicubic")
+
+
+def test_what_a_run_says(tmp_path):
+    """Its text tower is taken over by --init_from, too."""
+    flags = ["--objective", "siglip", *IMAGE, *"--text_depth 1 --text_width 24".split()]
+    flags += "--text_heads 2 --text_vocab_size 90 --text_norm_eps 1e-3 --text_pool mean".split()
+    config, spec, model = of_flags(*flags)
+    run = as_run(config, model, tmp_path / "run.safetensors")
+    found, again, _ = loaded(run, "--objective", "siglip")
+    assert found.config.text == spec.config.text
+    images, tokens = drawn(spec)
+    assert torch.equal(logits(again, images, tokens), logits(model, images, tokens))
+    with pytest.raises(UsageError, match="has --text_pool 'mean': drop --text_pool last"):
+        configured(run, "--objective", "siglip", "--text_pool", "last")
+    with pytest.raises(UsageError, match="use --objective siglip"):
+        configured(run, "--objective", "clip")
+
+
+def test_clips_weights_with_siglips_loss(tmp_path):
+    """They get a bias of the loss, and one of the texts' projection, of zeros."""
+    of_transformers(ARCHITECTURES["clip B/16"]).save_pretrained(tmp_path)
+    spec, model, adapter = loaded(tmp_path, "--objective", "siglip", "--logit_bias_init", "-3")
+    _, plain, _ = loaded(tmp_path, "--objective", "clip")
+    images, tokens = drawn(spec)
+    torch.testing.assert_close(
+        logits(model, images, tokens), logits(plain, images, tokens) - 3, rtol=1e-5, atol=1e-5
+    )
+    assert "new: logit_bias, text_projection.bias" in adapter.note
 
 
 # -- the text tower from elsewhere -----------------------------------------------------------------
