@@ -146,7 +146,7 @@ def _adapt_part(part: PartWeights, spec: ModelSpec, seed: int) -> Adapter:
     names = [name for name in here if name.startswith(part.prefixes)]
     for name in names:
         if name not in there:
-            advice = "use weights of a model that has both towers, or only this one"
+            advice = "use weights that have this part"
             raise UsageError(f"{source.title} has no {name}, which the model has: {advice}")
         was, now = tuple(there[name].shape), tuple(here[name])
         if was != now:
