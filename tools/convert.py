@@ -257,7 +257,9 @@ def write(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    files = exported.files if exported else {hub.CONFIG_FILE: config} if config else {}
+    files: Mapping[str, Any] = {hub.CONFIG_FILE: config} if config else {}
+    if exported:
+        files = exported.files
     for file, content in files.items():
         (path / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -128,10 +128,10 @@ def describe(source: Source) -> ModelHints:
     """Return what is known of these weights. Raises UsageError for a damaged file next to them."""
     found = None if source.run else format_of(source.as_stored.layouts)
     names = (found.config_file if found else CONFIG_FILE, PREPROCESSOR_FILE)
-    files = [source.beside(name) for name in names]
+    config, processor = (source.beside(name) for name in names)
     if source.run:
-        return ModelHints(source, *(Sidecar(file, {}) for file in files))
-    return ModelHints(source, *map(read_sidecar, files), format=found)
+        return ModelHints(source, Sidecar(config, {}), Sidecar(processor, {}))
+    return ModelHints(source, read_sidecar(config), read_sidecar(processor), found)
 
 
 # -- Settings by field name ------------------------------------------------------------------------
