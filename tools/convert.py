@@ -418,6 +418,8 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
             exported = of_format.export(run, tensors)
             tensors, run = exported.tensors, None
             print(f"{PROGRAM}: {dst}: {exported.note}", file=sys.stderr)
+            if not exported.sharded and options.max_shard_size:
+                raise UsageError(f"--names {options.names} writes one file: drop --max_shard_size")
             if not exported.sharded:
                 max_shard_size = f"{_WHOLE}GB"
         elif run and not is_classifier(run):  # without what the objective added to the model

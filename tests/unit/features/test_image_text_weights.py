@@ -238,12 +238,15 @@ SIGLIP_OPEN_CLIP = {
 }
 
 
-def test_there_and_back_in_open_clips_form(tmp_path):
+def test_there_and_back_in_open_clips_form(tmp_path, capsys):
     """timm's image tower, which open_clip names; written again: the same tensors and settings."""
     flags = "--model timm/vit_tiny_patch16_224 --objective siglip".split()
     flags += "--text_width 48 --text_heads 4 --text_depth 2 --text_vocab_size 90".split()
     config, spec, model = of_flags(*flags, "--text_length", "12")
     run = as_run(config, model, tmp_path / "run.safetensors")
+    words = [str(run), str(tmp_path / "there"), "--to", "safetensors", "--names", "open_clip"]
+    assert convert.main([*words, "--max_shard_size", "1GB"]) == 2
+    assert "--names open_clip writes one file: drop --max_shard_size" in capsys.readouterr().err
     folder = converted(run, tmp_path / "there", "open_clip")
     about = json.loads((folder / "open_clip_config.json").read_text())
     expected = SIGLIP_OPEN_CLIP["text_cfg"] | {"mlp_ratio": 4.0}
@@ -262,8 +265,8 @@ def test_there_and_back_in_open_clips_form(tmp_path):
     torch.testing.assert_close(image(images), model(images))
 
 
-def converted(source, target, names):
-    words = [str(source), str(target), "--to", "safetensors", "--names", names]
+def converted(source, target, names, *flags):
+    words = [str(source), str(target), "--to", "safetensors", "--names", names, *flags]
     assert convert.main(words) == 0
     return target
 
@@ -282,15 +285,18 @@ def loaded_image(path):
 # -- written for transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["siglip So400m/14", "clip L/14"])
-def test_transformers_loads_what_is_written(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "flags"), [("siglip So400m/14", ()), ("clip L/14", ("--max_shard_size", "200KB"))]
+)
+def test_transformers_loads_what_is_written(name, flags, tmp_path):
     """The same logits from the program's own weights, by ``AutoModel``."""
     config = ARCHITECTURES[name]
     of_transformers(config).save_pretrained(tmp_path / "first")
     ours, spec, _ = configured(tmp_path / "first", *objective(config))
     model = randomize(filled(spec), seed=5)
     run = as_run(ours, model, tmp_path / "run.safetensors")
-    folder = converted(run, tmp_path / "there", "transformers")
+    folder = converted(run, tmp_path / "there", "transformers", *flags)
+    assert (folder / "model.safetensors").exists() != bool(flags)
     theirs, how = AutoModel.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager"
     )
