@@ -72,8 +72,8 @@ class StackRun:
     sequences: int = 1
     """Sequences per image."""
     learns: bool = True
-    """Whether a backward pass follows; False for a teacher's run, a forward pass with other
-    weights."""
+    """Whether a backward pass follows; False for a stack whose parameters are all ``frozen``, and
+    for a teacher's run, a forward pass with other weights of a stack that ran before."""
 
 
 class TimmModel(NamedTuple):

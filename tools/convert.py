@@ -48,6 +48,7 @@ from training.weights import hub
 from training.weights.describe import describe, preprocessing_of
 from training.weights.files import run_as_metadata
 from training.weights.find import find
+from training.weights.formats import Exported, formats
 from training.weights.names import physicsnemo_names
 from training.weights.source import Source, check_files
 
@@ -59,6 +60,8 @@ TIMM, PHYSICSNEMO = "timm", "physicsnemo"
 """Whose names of tensors are written."""
 _ALIGNMENT = 64
 """Bytes."""
+_WHOLE = 10**6
+"""Gigabytes that no file of weights has: for a program that reads one file."""
 
 # -- Progress --------------------------------------------------------------------------------------
 
@@ -220,10 +223,12 @@ def write(
     run: checkpoint.SavedRun | None,
     config: Mapping[str, Any] | None,
     max_shard_size: str | None,
+    exported: Exported | None = None,
 ) -> None:
     """Write ``path``: one file, or with ``max_shard_size`` Hugging Face's folder of safetensors.
 
-    ``config``: the content of its ``config.json``. Raises OSError, or an error of the library.
+    ``config``: the content of its ``config.json``; ``exported``: the folder of another program, in
+    place of that. Raises OSError, or an error of the library.
     """
     about = checkpoint.training_tensors(run.position, run.arguments, run.classes) if run else {}
     if form == "dcp":
@@ -243,14 +248,20 @@ def write(
         write_safetensors(tensors, path, metadata)
         return
     path.mkdir()
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    name = exported.weights_name if exported else "model"
+    split = split_torch_state_dict_into_shards(
+        tensors, max_shard_size=max_shard_size, filename_pattern=f"{name}{{suffix}}.safetensors"
+    )
     for file, names in split.filename_to_tensors.items():
         write_safetensors({name: tensors[name] for name in names}, path / file, metadata)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (path / hub.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if config:
-        (path / hub.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    files: Mapping[str, Any] = {hub.CONFIG_FILE: config} if config else {}
+    if exported:
+        files = exported.files
+    for file, content in files.items():
+        (path / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_safetensors(
@@ -378,6 +389,7 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
         raise UsageError(f"{dst}: {path} is of step {run.position.step}: use another name")
     if notes := source.notes:
         print(without_secrets(f"{PROGRAM}: {path}: {notes}"), file=sys.stderr)
+    of_format = next((each for each in formats() if each.name == options.names), None)
     partial = dst.with_name(f".{dst.name}.partial")
 
     def remove() -> None:
@@ -387,7 +399,11 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
     remove()
     try:
         partial.mkdir()
-        if run:
+        if of_format:
+            if run is None:
+                raise UsageError(f"--names {options.names} requires a checkpoint of a run")
+            config = None
+        elif run:
             config = timm_config(run)
         else:
             about = describe(source).config.content
@@ -396,7 +412,17 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
             tensors = read_checkpoint(source, dtype, dst.parent)
         else:
             tensors = source.read([*source.layouts])
-        if run and not is_classifier(run):  # without what the objective added to the model
+        exported = None
+        if of_format:
+            assert run is not None
+            exported = of_format.export(run, tensors)
+            tensors, run = exported.tensors, None
+            print(f"{PROGRAM}: {dst}: {exported.note}", file=sys.stderr)
+            if not exported.sharded and options.max_shard_size:
+                raise UsageError(f"--names {options.names} writes one file: drop --max_shard_size")
+            if not exported.sharded:
+                max_shard_size = f"{_WHOLE}GB"
+        elif run and not is_classifier(run):  # without what the objective added to the model
             of_model = model_of(run.config).meta.state_dict()
             tensors = {name: tensor for name, tensor in tensors.items() if name in of_model}
         for name, tensor in tensors.items():
@@ -409,7 +435,7 @@ def _converted(source: Source, options: Any, form: str, max_shard_size: str | No
             run = run if form == "safetensors" else None  # a state dict, which it loads as it is
         size = sum(tensor.nbytes for tensor in tensors.values())
         with shown_writing(partial, size):
-            write(form, partial / dst.name, tensors, run, config, max_shard_size)
+            write(form, partial / dst.name, tensors, run, config, max_shard_size, exported)
         (partial / dst.name).rename(dst)
     except UsageError:
         raise
@@ -448,6 +474,11 @@ def output_format(options: Any) -> tuple[str, str | None]:
     if form == "dcp" and options.names != TIMM:
         raise UsageError(
             f"--names {options.names} requires a file: --resume reads a DCP folder by timm's names"
+        )
+    if options.names not in (TIMM, PHYSICSNEMO) and max_shard_size is None:
+        raise UsageError(
+            f"--names {options.names} requires a folder: use --to safetensors and a DST without a "
+            "suffix"
         )
     if dst.exists() or dst.is_symlink():
         raise UsageError(f"{dst} already exists: use another name, or remove it")
@@ -502,10 +533,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--names",
-        choices=(TIMM, PHYSICSNEMO),
+        choices=(TIMM, PHYSICSNEMO, *(each.name for each in formats())),
         default=TIMM,
         help="names of the tensors in DST; physicsnemo: those of the HybridViT in PhysicsNeMo's "
-        "tutorial, for hybrid_vit, in a .pt file a plain state dict (default: timm)",
+        "tutorial, for hybrid_vit, in a .pt file a plain state dict; transformers, open_clip: a "
+        "folder with both towers of --objective siglip or clip, which that program loads (default: "
+        "timm)",
     )
     parser.add_argument(
         "--max_shard_size",

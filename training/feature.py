@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from training.loop import Hook, Training
     from training.objectives.base import Measure
     from training.resolve import Run
+    from training.weights.adapt import PartWeights
+    from training.weights.source import Source
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class Feature:
     order_flags: ClassVar[tuple[str, ...]] = ()
     """The fields of its flags that decide the order of the training images, which must not change
     in the middle of an epoch."""
+    weight_formats: ClassVar[tuple[str, ...]] = ()
+    """Formats of other programs' weights that it adds: the subclass of ``WeightFormat``
+    (``training/weights/formats.py``) of each, as "package.module:Class", imported on use."""
     saved_with_weights: ClassVar[bool] = False
     """Whether weights are useless without its flags: they are taken over from a checkpoint, as
     those of the model, unless they are set."""
@@ -158,6 +163,17 @@ class Feature:
     def check_data(self, run: Run, data: DataSource) -> Any:
         """Check what depends on the data, or on files such as weights, and return what its hooks
         need of that (``Training.opened``). Called before a training starts its devices."""
+
+    def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
+        """Return the configuration with the values of its flags that are known of the weights of
+        ``--init_from``, or of another program's. Called before other choices; raises UsageError for
+        flags that say otherwise."""
+        return config
+
+    def part_weights(self, run: Run) -> Sequence[PartWeights]:
+        """Return the weights of parts of the model that a new training does not take from
+        ``--init_from``."""
+        return ()
 
     # -- the teacher (``--teacher``) of a run with the objective that it adds
 

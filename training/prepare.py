@@ -18,7 +18,7 @@ from training.logs.reports import Reports, read_expectation
 from training.objectives.registry import objective_class
 from training.resolve import Run, take_over
 from training.train import Prepared, train
-from training.weights.adapt import adapt
+from training.weights.adapt import PartWeights, adapt, with_parts
 from training.weights.describe import describe, settings_of, take_over_described
 from training.weights.find import commits, find, pretrained
 from training.weights.source import Source
@@ -65,12 +65,16 @@ def prepare_training(
             for split in data.splits.values():
                 split.check_first_sample()
     progress = check(start, run, data)
-    initial = None
+    initial, elsewhere = None, list[PartWeights]()
+    if not start.saved:
+        elsewhere = [part for each in config.active_features for part in each.part_weights(run)]
     if weights:
-        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed)
+        without = tuple(name for part in elsewhere for name in part.prefixes + part.where_fitting)
+        initial = adapt(weights, run.model, classes=data.classes, seed=config.seed, without=without)
         names = describe(weights).classes_among(data.classes)
         if data.classes and initial.keeps_head and not names:
             check_unnamed_classes(data.classes, initial.path, config.data, run.model)
+    initial = with_parts(initial, run.model, elsewhere, seed=config.seed)
     opened = {type(each): each.check_data(run, data) for each in config.active_features}
     parts.done("data")
     prepared = Prepared(

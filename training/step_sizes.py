@@ -34,7 +34,8 @@ class StepSizes:
     has_state: bool
     """Whether the optimizer state and EMA of these parameters are assigned to this run."""
     learns: bool
-    """Whether there is a backward pass; otherwise this is the forward pass of a teacher."""
+    """Whether there is a backward pass; otherwise this is the forward pass of a teacher, or of
+    parameters that are never trained."""
     outputs: int
     """Values that the model returns per image."""
     pixels: int
@@ -51,10 +52,10 @@ class StepSizes:
         return self.parameters if self.has_state else 0
 
 
-def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of state per parameter: fp32 weight, moments and EMA. The few parameters
-    that AdamW updates under Muon are counted as Muon's."""
-    moments = len(moments_of(config.optimizer.optimizer))
+def state_bytes(config: RunConfig, *, trains: bool = True) -> int:
+    """Return the bytes of state per parameter: fp32 weight, EMA and, if it is trained, moments. The
+    few parameters that AdamW updates under Muon are counted as Muon's."""
+    moments = len(moments_of(config.optimizer.optimizer)) if trains else 0
     moment_bytes = {"fp32": 4, "bf16": 2}[config.optimizer.optimizer_dtype]
     return 4 + moments * moment_bytes + (4 if config.averages else 0)
 
@@ -64,14 +65,32 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
     """Return the sizes of everything that a step computes; estimates for them add up to the step's.
 
     The state of a stack is assigned to its first run, including that of a teacher that is an EMA.
+    What is outside of the blocks is assigned to the first run that learns; if it is never trained,
+    to the first stack that does not learn either, if there is one.
     """
     parameters = {
         stack: sum(p.numel() for block in getattr(model.meta, stack) for p in block.parameters())
         for stack in model.stacks
     }
     around = model.parameter_count - sum(parameters.values())
+    first_of = {run.stack: number for number, run in reversed([*enumerate(model.runs)])}
+    locked = [number for number in sorted(first_of.values()) if not model.runs[number].learns]
+    frozen = 0
+    if locked:
+        stacks = tuple(f"{stack}." for stack in model.stacks)
+        others = {n: p for n, p in model.meta.named_parameters() if not n.startswith(stacks)}
+        frozen = sum(p.numel() for name, p in others.items() if name in model.frozen)
+    learning = next(number for number, run in enumerate(model.runs) if run.learns)
     all_sizes: list[StepSizes] = []
     for number, run in enumerate(model.runs):
+        has_state = first_of[run.stack] == number
+        outside = 0
+        if number == learning:
+            outside = around - frozen
+        elif number in locked[:1]:
+            outside = frozen
+        elif not has_state and not run.learns:  # a teacher's
+            outside = around
         sizes, block = model.stacks[run.stack], getattr(model.meta, run.stack)[0]
         matrices = sum(p.numel() for p in block.parameters() if p.dim() == 2)
         in_attention = 2 * sizes.embed_dim * sizes.num_heads * (sizes.head_dim + sizes.value_dim)
@@ -85,8 +104,8 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
                 tokens=run.tokens,
                 sequences=run.sequences,
                 block_parameters=parameters[run.stack] // sizes.depth,
-                other_parameters=around if number == 0 or not run.learns else 0,
-                has_state=run.stack not in [before.stack for before in model.runs[:number]],
+                other_parameters=outside,
+                has_state=has_state,
                 learns=run.learns,
                 outputs=run.outputs,
                 pixels=run.pixels,

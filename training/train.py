@@ -271,7 +271,8 @@ def _place_model(
     say(f"model: {run.model_line}")
     if initial and not start.saved:
         initial.check_files(verify=run.config.checkpoints.verify_checkpoint)
-        say(initial.note)
+        for note in initial.notes:
+            say(note)
         initialize = initial.initialize
     return shard_and_optimize(run, session.backend, initialize)
 

@@ -87,7 +87,7 @@ POLICIES = {
 }
 """The values of ``--grad_ckpt`` among which ``--plan`` and auto choose."""
 _FORWARD_ALONE = RematCost(0, 0, False, 0, 0)
-"""Of a teacher, without a backward pass."""
+"""Without a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def estimate(
     rounds = 3 if shape.learns else 1  # the backward pass counts as two forward ones
     passes, tensor = config.data.grad_accum_steps, mesh.tensor
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
-    parameter_bytes = state_bytes(config)
+    parameter_bytes = state_bytes(config, trains=shape.learns)
     has_kernels = attention != "sdpa"  # kernels of attention write no scores
     block_runs = passes * shape.depth
     state = shape.state_parameters / (mesh.fsdp * mesh.domain * tensor)
@@ -192,7 +192,8 @@ def estimate(
     activations = rows * values * value_bytes + _SCORE_PASSES * score_bytes
     moved = (rounds + policy.recomputed) * (activations + weights * value_bytes)
     moved += 2 * (_FP32 * weights) if shape.learns else 0
-    moved = block_runs * moved + state * (2 * parameter_bytes + 2 * _FP32)
+    moved *= block_runs
+    moved += state * (2 * parameter_bytes + 2 * _FP32) if shape.learns else 0
     accumulates = shape.learns and passes > 1
     if accumulates:  # each pass reads and writes the sum, which the update sets to zero
         moved += (2 * passes + 1) * _FP32 * state
@@ -227,7 +228,9 @@ def estimate(
         tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
         tensor_s = block_runs * (joined / tensor_bandwidth)
     longer_s = max(0.0, gathering_s - products_s - traffic_s)
-    between_slices = passes * 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
+    between_slices = 0.0
+    if shape.learns:
+        between_slices = passes * 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
 
     # Saved activations.
     saved_values = (policy.widths * shape.width + policy.hiddens * shape.hidden) / tensor
@@ -239,7 +242,7 @@ def estimate(
 
     # Memory: state, gradients of all passes and of one, what is saved of all blocks, one block at
     # work, what is returned.
-    gradient_bytes = (2 if accumulates else 1) * _FP32
+    gradient_bytes = (2 if accumulates else 1) * _FP32 if shape.learns else 0
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
     inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes

@@ -31,17 +31,36 @@ _CLIP: dict[str, Any] = {
     "text_act": "quick_gelu",
     "text_norm_eps": 1e-5,
 }
+_OPEN_CLIP = _CLIP | {"text_act": "gelu"}
+_BASE: dict[str, Any] = {"text_depth": 12, "text_width": 768, "text_heads": 12}
+_LARGE: dict[str, Any] = {"text_depth": 24, "text_width": 1024, "text_heads": 16}
+_SO400M: dict[str, Any] = {
+    **{"text_depth": 27, "text_width": 1152, "text_heads": 16},
+    "text_mlp_ratio": 4304 / 1152,
+}
+_SIGLIP2 = _SIGLIP | {"text_vocab_size": 256_000}
 TEXT_MODELS: dict[str, dict[str, Any]] = {
-    "siglip_base": _SIGLIP | {"text_depth": 12, "text_width": 768, "text_heads": 12},
-    "siglip_large": _SIGLIP | {"text_depth": 24, "text_width": 1024, "text_heads": 16},
-    "siglip_so400m": _SIGLIP
-    | {"text_depth": 27, "text_width": 1152, "text_heads": 16, "text_mlp_ratio": 4304 / 1152},
+    "siglip_base": _SIGLIP | _BASE,
+    "siglip_large": _SIGLIP | _LARGE,
+    "siglip_so400m": _SIGLIP | _SO400M,
+    "siglip2_base": _SIGLIP2 | _BASE,
+    "siglip2_large": _SIGLIP2 | _LARGE,
+    "siglip2_so400m": _SIGLIP2 | _SO400M,
+    "siglip2_giant": _SIGLIP2 | _SO400M,
     "clip_base": _CLIP | {"text_width": 512, "text_heads": 8},
     "clip_large": _CLIP | {"text_width": 768, "text_heads": 12},
+    "openclip_base": _OPEN_CLIP | {"text_width": 512, "text_heads": 8},
+    "openclip_large": _OPEN_CLIP | {"text_width": 768, "text_heads": 12},
+    "openclip_huge": _OPEN_CLIP | _LARGE,
+    "openclip_gigantic": _OPEN_CLIP | {"text_depth": 32, "text_width": 1280, "text_heads": 20},
 }
-"""The text towers of SigLIP B/16, L/16 and So400m/14 (transformers' configurations of
-google/siglip-*; So400m/14 at 224 was trained with 16 tokens) and of CLIP B/32, B/16 and L/14 (arXiv
-2103.00020, table 20), by ``--text_model``: values of flags."""
+"""Published text towers by ``--text_model``: values of flags.
+
+SigLIP B/16, L/16 and So400m/14 (transformers' configurations of google/siglip-*; So400m/14 at 224
+was trained with 16 tokens). SigLIP 2 (arXiv 2502.14786; open_clip's ViT-*-SigLIP2.json), with
+Gemma's vocabulary: giant has the text tower of So400m. CLIP B/32 and B/16; L/14 at 224 and 336
+pixels (arXiv 2103.00020, table 20). open_clip's ViT-*.json: B; L; H/14 and g/14, also of
+EVA02-CLIP-E/14; bigG/14, also of EVA02-CLIP-E/14+ and EVA-CLIP-18B (arXiv 2402.04252)."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "siglip": {
@@ -175,6 +194,17 @@ class ImageTextConfig:
         None,
         "lowercase texts and remove their punctuation (default: on for siglip, off for clip, whose "
         "tokenizer lowercases)",
+    )
+    init_text_from: str | None = flag(
+        None,
+        "initialize the text tower of a new run with that of these weights, of this program, "
+        "transformers or open_clip: a path or hf-hub:OWNER/NAME[@REVISION]; also its projection, "
+        "if the shapes fit; sets --text_depth and so on (default: that of --init_from, if it has "
+        "one)",
+        kind=path_or_url,
+        metavar="PATH",
+        requires=_REQUIRED,
+        incompatible_with=("eval_only", "features"),
     )
     lock_image: bool = flag(
         False,

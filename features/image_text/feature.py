@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
+    from training.weights.adapt import PartWeights
+    from training.weights.source import Source
 
 _SMALL_LENGTH, _SMALL_VOCABULARY = 5, 48
 """Sizes of the small run's texts: a length that few devices divide."""
@@ -49,6 +51,10 @@ class ImageText(Feature):
     }
     loss_label = "contrastive loss"
     saved_with_weights = True
+    weight_formats = (
+        "features.image_text.formats:OfTransformers",
+        "features.image_text.formats:OfOpenClip",
+    )
     parameters = ("text_", "image_projection.", "logit_")
     metrics = {
         "logit_scale": "scale of similarities",
@@ -62,6 +68,10 @@ class ImageText(Feature):
         from training.resolve import with_defaults
 
         name = config.objective.objective
+        if config.of(ImageTextConfig).init_text_from:
+            from features.image_text.weights import with_described_text_tower
+
+            config = with_described_text_tower(config)
         config = with_defaults(config, DEFAULTS[name] | {"no_decay": list(_NO_DECAY)})
         flags = config.of(ImageTextConfig)
         assert flags.text_model is not None
@@ -73,6 +83,19 @@ class ImageText(Feature):
                 f"--objective {name} compares the pairs of a batch: use --batch_size 2 or more"
             )
         return config
+
+    def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
+        from features.image_text.weights import with_text_tower
+
+        if config.of(ImageTextConfig).init_text_from:  # says it instead
+            return config
+        return with_text_tower(config, weights)
+
+    def part_weights(self, run: Run) -> Sequence[PartWeights]:
+        from features.image_text.weights import text_tower_weights
+
+        path = run.config.of(ImageTextConfig).init_text_from
+        return [text_tower_weights(path)] if path else []
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
         from features.image_text.model import add_to
@@ -134,5 +157,6 @@ class ImageText(Feature):
                 tokenizer=None,
                 tokenizer_checksum=None,
                 projection_dim=flags.projection_dim and small.width,
+                init_text_from=None,
             )
         )

@@ -29,8 +29,9 @@ MAX_LOGIT_SCALE = 100.0
 """CLIP's limit (arXiv 2103.00020, section 2.5)."""
 _EMBEDDING_STD, _POSITION_STD = 0.02, 0.01
 """Standard deviations of initial token and position embeddings, as in CLIP's code."""
-_TEXT_TOWER = ("text_embed.", "text_pos_embed", "text_blocks.", "text_norm.")
-_SHARED = ("text_projection.", "image_projection.", "logit_")
+TEXT_TOWER = ("text_embed.", "text_pos_embed", "text_blocks.", "text_norm.")
+TEXT_PROJECTION = "text_projection."
+_SHARED = (TEXT_PROJECTION, "image_projection.", "logit_")
 """Prefixes of the names of parameters that belong to the text tower, and to neither tower."""
 
 
@@ -88,13 +89,28 @@ class ImageTextSpec(TimmSpec):
 
     @property
     def runs(self) -> Sequence[StackRun]:
-        """The image tower's run, to which all FLOPs are attributed, and the text tower's."""
+        """The image tower's run, to which all FLOPs are attributed unless it is locked, and the
+        text tower's."""
         image, text = self.stacks.values()
         pixels, width = math.prod(image.input_shape), self.embedding_width
-        flops = self.train_flops_per_image
+        flops, locks_image = self.train_flops_per_image, self.config.lock_image
         return [
-            StackRun(IMAGE_BLOCKS, image.train_tokens, pixels, width, flops),
-            StackRun(TEXT_BLOCKS, text.train_tokens, text.num_tokens, width, 0.0),
+            StackRun(
+                IMAGE_BLOCKS,
+                image.train_tokens,
+                pixels,
+                width,
+                0.0 if locks_image else flops,
+                learns=not locks_image,
+            ),
+            StackRun(
+                TEXT_BLOCKS,
+                text.train_tokens,
+                text.num_tokens,
+                width,
+                flops if locks_image else 0.0,
+                learns=not self.config.lock_text,
+            ),
         ]
 
     @property
@@ -108,9 +124,9 @@ class ImageTextSpec(TimmSpec):
         """The parameters of the locked tower."""
         names = [name for name, _ in self.meta.named_parameters()]
         if self.config.lock_text:
-            return frozenset(name for name in names if name.startswith(_TEXT_TOWER))
+            return frozenset(name for name in names if name.startswith(TEXT_TOWER))
         if self.config.lock_image:
-            others = (*_TEXT_TOWER, *_SHARED)
+            others = (*TEXT_TOWER, *_SHARED)
             return frozenset(name for name in names if not name.startswith(others))
         return frozenset()
 
@@ -136,6 +152,7 @@ class ImageTextSpec(TimmSpec):
 _OF_TRAINING = (
     *("lock_image", "lock_text", "logit_scale_init", "logit_bias_init", "text_model"),
     *("tokenizer", "caption_key"),  # a tokenizer's checksum says which one it is
+    "init_text_from",
 )
 """Flags that do not change the output of a trained model."""
 

@@ -58,7 +58,7 @@ class NativeResolution(Feature):
         objective = config.objective.objective
         if objective != "classify":
             raise ModelError(
-                f"--objective {objective} is incompatible with {self.shown(config)}: its crops "
+                f"--objective {objective} is incompatible with {self.shown(config)}: its images "
                 "have a fixed size"
             )
         if config.use.predict is None:

@@ -46,10 +46,12 @@ from tests.support.typed_with_fakes import (
     prepares_photographs,
     pushes,
     replays,
+    starts_from_pairs,
     trains,
     trains_in_background,
     trains_on_a_table,
     uses_captions,
+    writes_towers,
 )
 
 
@@ -442,6 +444,8 @@ CHECKS: dict[str, Callable[[Machine, Command, Path], None]] = {
     r"python3 -m data.pack ~": packs_archives,
     r"\(cd ~ && for image|photos=~/upright": prepares_photographs,
     r"python3 -m tools.convert \S+ hf-hub:": pushes,
+    r"python3 -m tools.convert ~/runs/pairs": writes_towers,
+    r"python3 run_vit_training.py --objective siglip --init_from": starts_from_pairs,
     r"python3 -m tools.replay_step": replays,
     r"python3 -m tools.show_augmentations .*--labels": draws_from_a_table,
     r"python3 -m tools.show_augmentations .*/xrays": draws_xrays,

@@ -195,6 +195,8 @@ ELSEWHERE: dict[str, str] = {
     "resume_epoch": "needs a checkpoint of that epoch: tests/unit/training/test_start.py",
     "expect": "needs what --compile_only printed: tests/integration/training/test_expectation.py",
     "init_from": "needs trained weights: tests/integration/training/test_fine_tuning.py",
+    "init_text_from": "needs trained weights: "
+    "tests/integration/training/test_image_text_weights.py",
     "gram_weights": "needs trained weights: tests/integration/training/test_dino.py",
     "gram_weight": "as --gram_weights",
     "gram_update_steps": "as --gram_weights",

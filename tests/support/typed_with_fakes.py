@@ -37,6 +37,7 @@ from tests.support.documented_commands import Command, commands_of
 from tests.support.documented_output import quotes, same_form
 from tests.support.launching import script
 from tests.support.table_files import write_beans
+from tests.support.two_towers import write_run
 from tools.plan.tpu_search import candidates
 from tools.show_augmentations import read_run
 from training.flags import check_foreign
@@ -100,6 +101,26 @@ def pushes(machine: Machine, command: Command, tmp_path: Path) -> None:
         assert pushed.returncode == 0, pushed.stderr
         (repository,) = server.repositories.values()
     assert repository.private
+
+
+def starts_from_pairs(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """run_vit_training.py would train from these weights of both towers."""
+    asked = read_flags(machine.noted(command, "python3")[1:])
+    assert asked.run.checkpoints.init_from
+    assert resolve_common(asked.run).objective.objective == "siglip"
+
+
+def writes_towers(machine: Machine, command: Command, tmp_path: Path) -> None:
+    """tools.convert would write a folder of a run of image-text pre-training."""
+    words = machine.noted(command, "python3")
+    model = ["--model", "timm/vit_tiny_patch16_224"]
+    if "open_clip" not in command.text:
+        model = "--model timm/vit_base_patch32_siglip_256 --embed_dim 36 --num_heads 2".split()
+    text = "--text_depth 1 --text_width 24 --text_heads 2 --text_vocab_size 90".split()
+    run = write_run(tmp_path / "run.safetensors", "--objective", "siglip", *model, *text)
+    done = run_program(*words[:2], str(run), str(tmp_path / words[3]), *words[4:])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / words[3]).is_dir()
 
 
 def fine_tunes_beans(machine: Machine, command: Command, tmp_path: Path) -> None:

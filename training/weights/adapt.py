@@ -7,8 +7,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ from training.resolve import model_of
 from training.weights import timm_formats
 from training.weights.describe import describe
 from training.weights.find import find
+from training.weights.formats import format_of
 from training.weights.names import NAMED, listed
 from training.weights.source import Source, check_files
 
@@ -65,20 +66,25 @@ def adapt(
     unchanged: bool = False,
     classes: list[str] | None = None,
     seed: int = 0,
+    without: tuple[str, ...] = (),
 ) -> Adapter:
     """Return how weights are adapted to a model.
 
     ``unchanged``: all tensors are used as they are. Otherwise positions and patches are resampled,
     and the head is used if its classes are ``classes``, those of the data by label, as far as both
-    are known; tensors that the weights lack are initialized from ``seed``. Raises UsageError naming
-    tensors that do not fit.
+    are known; tensors that the weights lack are initialized from ``seed``. So are those whose names
+    start with ``without``, of which the weights are not used. Raises UsageError naming tensors that
+    do not fit.
     """
     there, conversion = _layouts_for(source, spec)
     shapes = {name: tensor.shape for name, tensor in there.items()}
     here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
+    for each in (shapes, here):
+        for name in [name for name in each if name.startswith(without)]:
+            del each[name]
     naming = source.naming
     if conversion is not None:
-        naming = timm_formats.how(_seen(source, conversion), spec)
+        naming = _how(source, conversion, spec)
     note = "; ".join(filter(None, [naming, source.note]))
     hints = describe(source)
     layouts: dict[str, _Layout] = {}
@@ -107,6 +113,70 @@ def adapt(
     return adapter
 
 
+@dataclass(frozen=True)
+class PartWeights:
+    """Weights of a part of a model, from elsewhere than those of the rest."""
+
+    source: Source
+    prefixes: tuple[str, ...]
+    """Of the names of the part's parameters."""
+    where_fitting: tuple[str, ...] = ()
+    """Of the names of more parameters, which are used only if all of their shapes fit."""
+
+
+def with_parts(
+    adapter: Adapter | None, spec: ModelSpec, parts: Sequence[PartWeights], *, seed: int = 0
+) -> Adapter | None:
+    """Return an adapter that also fills these parts; all else is that of ``adapter`` or, without
+    one, initialized from ``seed``. Raises UsageError naming tensors that do not fit."""
+    for part in parts:
+        more = _adapt_part(part, spec, seed)
+        if adapter is None:
+            adapter = more
+            continue
+        whole, adapter = adapter, replace(adapter, others=(*adapter.others, more))
+        vars(adapter)["source"] = whole.source
+    return adapter
+
+
+def _adapt_part(part: PartWeights, spec: ModelSpec, seed: int) -> Adapter:
+    source = part.source
+    there, conversion = _layouts_for(source, spec)
+    here = {name: tensor.shape for name, tensor in spec.meta.state_dict().items()}
+    names = [name for name in here if name.startswith(part.prefixes)]
+    for name in names:
+        if name not in there:
+            advice = "use weights that have this part"
+            raise UsageError(f"{source.title} has no {name}, which the model has: {advice}")
+        was, now = tuple(there[name].shape), tuple(here[name])
+        if was != now:
+            raise UsageError(
+                f"{name} has shape {was} in {source.title}, {now} in the model: {_MODEL_FLAGS}"
+            )
+    more = [name for name in here if name.startswith(part.where_fitting)]
+    if part.where_fitting and all(n in there and there[n].shape == here[n] for n in more):
+        names, more = names + more, []
+    note = f"weights of {source.title}: {len(names)} tensors unchanged"
+    if part.where_fitting and more:
+        note += f"; new: {listed(more, 2 * NAMED)}"
+    naming = source.naming if conversion is None else _how(source, conversion, spec)
+    adapter = Adapter(
+        source.path,
+        source.title,
+        use_ema=source.kind == EMA,
+        loads_sharded=False,
+        conversion=conversion,
+        spec=spec,
+        seed=seed,
+        sources={name: name for name in names},
+        layouts={},
+        antialiases_positions=False,
+        note="; ".join(filter(None, [note, naming, source.note])),
+    )
+    vars(adapter)["source"] = source
+    return adapter
+
+
 # -- Names -----------------------------------------------------------------------------------------
 
 Shapes = Mapping[str, torch.Size]
@@ -129,24 +199,46 @@ def _layouts_for(source: Source, spec: ModelSpec) -> tuple[dict[str, torch.Tenso
 
     if source.run or fitting(found) == (len(wanted), 0):
         return found, None
-    ways: tuple[Conversion, ...] = ("named", "stored")
+    ways: tuple[Conversion, ...] = ("named", "stored", "added")
     for way in ways:
         with contextlib.suppress(timm_formats.Unconverted):
-            other = timm_formats.convert(_seen(source, way).layouts, spec)
+            other = _converted(_seen(source, way).layouts, way, spec)
             if fitting(other) > fitting(found):
                 found, conversion = other, way
-    if conversion == "stored":
+    if conversion in ("stored", "added"):
         source.check_whole()
     return found, conversion
 
 
-Conversion = Literal["named", "stored"] | None
-"""What timm converts: the tensors by the names that they have here without a model, or by those in
-the file, if any."""
+Conversion = Literal["named", "stored", "added"] | None
+"""What is converted: by timm, the tensors by the names that they have here without a model, or by
+those in the file; or the latter by a format that a feature adds."""
 
 
 def _seen(source: Source, conversion: Conversion) -> Source:
-    return source.as_stored if conversion == "stored" else source
+    return source if conversion == "named" else source.as_stored
+
+
+def _converted(
+    tensors: Mapping[str, torch.Tensor], conversion: Conversion, spec: ModelSpec
+) -> dict[str, torch.Tensor]:
+    """Return tensors by the model's names. Raises Unconverted."""
+    if conversion != "added":
+        return timm_formats.convert(tensors, spec)
+    added = format_of(tensors)
+    if added is None:
+        raise timm_formats.Unconverted("no feature knows the names")
+    return added.convert(tensors)
+
+
+def _how(source: Source, conversion: Conversion, spec: ModelSpec) -> str:
+    """Return how the weights are converted, for the log."""
+    seen = _seen(source, conversion)
+    added = format_of(seen.layouts) if conversion == "added" else None
+    by = f"names of {added.name} replaced" if added else timm_formats.how(seen, spec)
+    if source.tensors is None:
+        by += "; read whole by each process: convert them once with tools.convert to a file"
+    return by
 
 
 def _advice(there: Shapes, here: Shapes, otherwise: str, *, in_files: bool) -> str:
@@ -341,6 +433,13 @@ class Adapter:
     """The old layouts of position embeddings that are resampled, by name."""
     antialiases_positions: bool
     """Whether position embeddings are resampled with antialiasing, as in timm."""
+    others: tuple[Adapter, ...] = ()
+    """Those of parts of the model, which fill these afterwards."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log: ``note``, and those of ``others``."""
+        return [each.note for each in (self, *self.others)]
 
     @property
     def keeps_head(self) -> bool:
@@ -357,11 +456,15 @@ class Adapter:
         """The weights by the names in ``sources``."""
         if self.conversion is None:
             return self.source
-        return timm_formats.converted(_seen(self.source, self.conversion), self.spec)
+        seen = _seen(self.source, self.conversion)
+        # Whole in memory where they are not mapped from files.
+        tensors = _converted(seen.read([*seen.layouts]), self.conversion, self.spec)
+        return Source(seen.path, tensors=tensors, name=seen.name)
 
     def check_files(self, *, verify: bool) -> None:
         """Check the files of the weights (``training.weights.source.check_files``)."""
-        check_files(self.source, verify=verify)
+        for each in (self, *self.others):
+            check_files(each.source, verify=verify)
 
     def __getstate__(self) -> dict:
         found = ("source", "_by_names")
@@ -386,6 +489,13 @@ class Adapter:
                 allocate_own(part)  # no random values that are overwritten
             used += known
         self.spec.initialize(module, name, seed=self.seed)
+        self._fill(module, name, used)
+        for other in self.others:
+            keys = [key for key, _ in module.named_parameters(prefix=name) if key in other.sources]
+            other._fill(module, name, keys)
+
+    def _fill(self, module: nn.Module, name: str, used: Sequence[str]) -> None:
+        """Copy the weights to these parameters below ``module``."""
         values = self._by_names.read([self.sources[key] for key in used])
         here = dict(module.named_parameters(prefix=name))
         for key in used:

@@ -158,7 +158,7 @@ _ARGUMENTS = {
     "layer_norm_eps": "eps",
 }
 """The arguments of transformers' keys."""
-_ACTIVATIONS = {"gelu_python": "gelu"} | dict.fromkeys(
+ACTIVATIONS = {"gelu_python": "gelu"} | dict.fromkeys(
     ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "gelu_tanh"
 )
 """timm's names of transformers' activations, where they differ."""
@@ -217,7 +217,7 @@ class DescribedModel:
                 continue  # ``check`` compares it with the model's own
             if option:
                 try:
-                    given[setting.field] = _parsed(option, setting.value)
+                    given[setting.field] = parsed_value(option, setting.value)
                 except argparse.ArgumentTypeError as error:
                     why = f", which {option.names[0]} does not accept ({error})"
                     raise setting.about.refusal(setting.key, setting.value, why) from None
@@ -283,7 +283,7 @@ def _equal(value: Any, built: Any) -> bool:
     return first == second and isinstance(first, bool) == isinstance(second, bool)
 
 
-def _parsed(option: FlagField, value: Any) -> Any:
+def parsed_value(option: FlagField, value: Any) -> Any:
     """Return a JSON value as the flag parses it. Raises ArgumentTypeError."""
     if option.choices:
         return value
@@ -313,7 +313,7 @@ def described_model(about: Sidecar, processor: Sidecar, *, is_named: bool) -> De
             if is_named:
                 return None
             raise about.refusal(
-                "architecture", architecture, f", which timm does not have: {_NAME_IT}"
+                "architecture", architecture, f", which timm does not have: {NAME_IT}"
             )
         return DescribedModel(about, f"timm/{architecture}", [*_of_timm(about, architecture)])
     if kind is None:
@@ -322,15 +322,15 @@ def described_model(about: Sidecar, processor: Sidecar, *, is_named: bool) -> De
         if is_named:
             return None
         known = " and ".join(KINDS)
-        raise about.refusal("model_type", kind, f", but only {known} are known: {_NAME_IT}")
+        raise about.refusal("model_type", kind, f", but only {known} are known: {NAME_IT}")
     for key, allowed in _ONLY.items():
         if not is_named and (value := about.content.get(key)) not in allowed:
-            raise about.refusal(key, value, f", which is not supported: {_NAME_IT}")
-    settings = [*_of_transformers(about, processor, KINDS[kind])]
+            raise about.refusal(key, value, f", which is not supported: {NAME_IT}")
+    settings = [*settings_of_transformers(about, processor, KINDS[kind])]
     return DescribedModel(about, KINDS[kind].model, settings)
 
 
-_NAME_IT = "name the model with --model and its flags"
+NAME_IT = "name the model with --model and its flags"
 
 
 def _of_timm(about: Sidecar, architecture: str) -> Iterator[Setting]:
@@ -349,7 +349,11 @@ def _of_timm(about: Sidecar, architecture: str) -> Iterator[Setting]:
             yield Setting(about, "input_size", value, name)
 
 
-def _of_transformers(about: Sidecar, processor: Sidecar, kind: ModelType) -> Iterator[Setting]:
+def settings_of_transformers(
+    about: Sidecar, processor: Sidecar, kind: ModelType
+) -> Iterator[Setting]:
+    """Yield what transformers' configuration of a ViT says, and the image size of its
+    processor."""
     content = {**kind.defaults, **{k: v for k, v in about.content.items() if v is not None}}
     if processing := processing_of(processor, kind.processor):
         made = [*processing.size]
@@ -362,13 +366,13 @@ def _of_transformers(about: Sidecar, processor: Sidecar, kind: ModelType) -> Ite
         if value is None or (key == "mlp_ratio" and "intermediate_size" in kind.defaults):
             continue
         if key == "hidden_act" and isinstance(value, str):
-            value = _ACTIVATIONS.get(value, value)
+            value = ACTIVATIONS.get(value, value)
         yield Setting(about, key, value, argument)
     if "intermediate_size" in kind.defaults:
-        yield Setting(about, "intermediate_size", _mlp_ratio(about, content), "mlp_ratio")
+        yield Setting(about, "intermediate_size", mlp_ratio(about, content), "mlp_ratio")
 
 
-def _mlp_ratio(about: Sidecar, content: Mapping[str, Any]) -> float:
+def mlp_ratio(about: Sidecar, content: Mapping[str, Any]) -> float:
     """Return the ratio from which timm computes the width inside the MLP."""
     inner, width = content["intermediate_size"], content["hidden_size"]
     for key, value in (("intermediate_size", inner), ("hidden_size", width)):

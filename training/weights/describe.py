@@ -32,6 +32,7 @@ from training.weights.config_json import (
     described_model,
 )
 from training.weights.files import metadata_of, safetensors_files
+from training.weights.formats import WeightFormat, format_of
 from training.weights.hub import CONFIG_FILE, PREPROCESSOR_FILE
 from training.weights.processor import processing_of
 from training.weights.sidecar import Sidecar, read_sidecar
@@ -49,6 +50,8 @@ class ModelHints:
     """``config.json`` next to files of another program; empty without one."""
     processor: Sidecar
     """``preprocessor_config.json`` of transformers; empty without one."""
+    format: WeightFormat | None = None
+    """The format that a feature adds, if it is one of these: it reads ``config``."""
 
     # -- classes
 
@@ -86,7 +89,8 @@ class ModelHints:
     def model(self, given: ModelConfig) -> DescribedModel | None:
         """Return the model in ``config``; None if there is none. Raises UsageError for an unknown
         one, unless a flag in ``given`` names a model."""
-        return described_model(self.config, self.processor, is_named=given.model is not None)
+        described = self.format.described_model if self.format else described_model
+        return described(self.config, self.processor, is_named=given.model is not None)
 
     # -- preprocessing
 
@@ -110,6 +114,10 @@ class ModelHints:
                     f"{files[0]}: pretrained_cfg in its metadata cannot be read ({error}): save "
                     "the file again without it"
                 ) from None
+        if self.format:
+            content, file = self.format.preprocessing(self.config, self.processor)
+            yield file, content
+            return
         yield CONFIG_FILE, self.config.mapping("pretrained_cfg") or self.config.content
         kind = KINDS.get(str(self.config.content.get("model_type")), KINDS["vit"])
         if processing := processing_of(self.processor, kind.processor):
@@ -118,10 +126,12 @@ class ModelHints:
 
 def describe(source: Source) -> ModelHints:
     """Return what is known of these weights. Raises UsageError for a damaged file next to them."""
-    files = [source.beside(name) for name in (CONFIG_FILE, PREPROCESSOR_FILE)]
+    found = None if source.run else format_of(source.as_stored.layouts)
+    names = (found.config_file if found else CONFIG_FILE, PREPROCESSOR_FILE)
+    config, processor = (source.beside(name) for name in names)
     if source.run:
-        return ModelHints(source, *(Sidecar(file, {}) for file in files))
-    return ModelHints(source, *map(read_sidecar, files))
+        return ModelHints(source, Sidecar(config, {}), Sidecar(processor, {}))
+    return ModelHints(source, read_sidecar(config), read_sidecar(processor), found)
 
 
 # -- Settings by field name ------------------------------------------------------------------------
@@ -203,7 +213,10 @@ def take_over_described(
         of_other_run = {*by_field(*flags_of_weights()), *RANDOM_SPLIT}
         kept = of_other_run | config.explicitly_set  # auto, too: the images are others
         values = {name: each for name, each in values.items() if name not in kept}
-        return take_over(config, values, source.path), source
+        config = take_over(config, values, source.path)
+        for feature in config.active_features:
+            config = feature.of_weights(config, source)
+        return config, source
     hints = describe(source)
     if config.model.model is not None:
         check_described(config, hints, keeps_head=keeps_head)
@@ -211,6 +224,8 @@ def take_over_described(
         given = config.model_arguments()
         config = take_over(config, flat(model.flags()), source.path)
         model.check(model.built(config), given)
+    for feature in config.active_features:
+        config = feature.of_weights(config, source)
     if keeps_head and (count := class_count(hints.config)):
         config = with_defaults(config, {"num_classes": count})
 

@@ -21,7 +21,7 @@ from data.files import SizeLimit, parse_object
 from training.checkpoints.format import SavedRun
 from training.files import open_regular, read_object
 from training.schedule import Position
-from training.weights.hub import INDEX, ONE_FILE
+from training.weights.hub import INDEX, ONE_FILE, OTHER_FILES
 from training.weights.names import listed
 from training.weights.state_dict import SAVE
 
@@ -93,7 +93,8 @@ def load_tensors(path: Path) -> Any:
 _MOST_IGNORED = 100
 _TORCHSCRIPT = (
     "it is a TorchScript archive, which contains code: save only the weights, with "
-    "torch.save(torch.jit.load(FILE).state_dict(), NEW_FILE)"
+    "torch.save(torch.jit.load(FILE).state_dict(), NEW_FILE), or use a .safetensors file of the "
+    "model, such as hf-hub:openai/clip-vit-base-patch32 for OpenAI's ViT-B-32.pt"
 )
 _DESCRIPTION = SizeLimit("what a torch.save file has besides tensors", 2**26)
 
@@ -112,7 +113,7 @@ def safetensors_files(path: Path) -> list[Path]:
     Raises ValueError for an index that does not list files in its folder."""
     if path.is_file():
         return [path] if path.suffix == ".safetensors" else []
-    whole = [path / ONE_FILE] if (path / ONE_FILE).is_file() else []
+    whole = [path / name for name in (ONE_FILE, *OTHER_FILES) if (path / name).is_file()][:1]
     if not (path / INDEX).is_file():
         return whole
     named = read_object(path / INDEX).get("weight_map")

@@ -22,6 +22,10 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Weights in Hugging Face's layout: one file, or shards that the index lists."""
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", "preprocessor_config.json"
 """Files next to the weights that describe them, as written by timm and transformers."""
+OTHER_FILES = ("open_clip_model.safetensors",)
+"""Names of one file that other programs use."""
+OTHER_CONFIG_FILES = ("open_clip_config.json",)
+"""Files next to such weights that describe them."""
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -59,7 +63,8 @@ def download(name: str, flag: str) -> tuple[str, Path]:
 
     def wanted(files: Sequence[str]) -> list[str]:
         if weights := weight_files(files):
-            return [*weights, *(each for each in (CONFIG_FILE, PREPROCESSOR_FILE) if each in files)]
+            beside = (CONFIG_FILE, PREPROCESSOR_FILE, *OTHER_CONFIG_FILES)
+            return [*weights, *(each for each in beside if each in files)]
         if missing := missing_shards(files):
             raise UsageError(
                 f"{flag} {name}: this repository has shards, but no {listed(missing)}: use a "

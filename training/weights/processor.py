@@ -30,6 +30,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "DeiT": {**_ON, **_HALF, **_CROP, "size": {"height": 256, "width": 256}},
     "Bit": {**_ON, **_OF_CLIP, **_CROP, "size": {"shortest_edge": 224}},
     "CLIP": {**_ON, **_OF_CLIP, **_CROP, "size": {"shortest_edge": 224}},
+    "Siglip": {**_ON, **_HALF, "size": {"height": 224, "width": 224}, "resample": 3},
 }
 """The values of transformers' image processors, as of 5.24, where a file leaves them out."""
 _SUFFIXES = ("Pil", "Fast", "ImageProcessor", "FeatureExtractor")

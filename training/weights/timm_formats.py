@@ -53,19 +53,10 @@ def convert(tensors: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[str, t
         raise Unconverted(str(error)) from None
 
 
-def converted(source: Source, spec: ModelSpec) -> Source:
-    """Return the weights converted by timm, whole in memory where they are not mapped from files.
-    Raises Unconverted."""
-    tensors = convert(source.read([*source.layouts]), spec)
-    return Source(source.path, tensors=tensors, name=source.name)
-
-
 def how(source: Source, spec: ModelSpec) -> str:
     """Return how timm converts the weights, for the log."""
     text = "names converted by timm"
     if _RADIO in source.layouts:
         grid = " x ".join(map(str, spec.sizes.grid))
         text += f"; pos_embed resampled by timm to {grid} patches, as RADIO does"
-    if source.tensors is None:
-        text += "; read whole by each process: convert them once with tools.convert to a file"
     return text

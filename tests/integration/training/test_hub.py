@@ -113,6 +113,20 @@ def test_predicts_as_timm_with_its_names(server, hub_here, capsys):
     assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_of_open_clip(server, hub_here):
+    """The file of weights has another name, and another file describes them."""
+    about = {"model_cfg": {"embed_dim": 4}}
+    names = ("visual.conv1.weight", "token_embedding.weight")
+    weights = save({name: torch.zeros(1) for name in names})
+    files = {"open_clip_model.safetensors": weights, "open_clip_pytorch_model.bin": b"code"}
+    files["open_clip_config.json"] = json.dumps(about).encode()
+    commit = put(server, "us/tiny", files)
+    found = find(NAME, "--init_from")
+    assert found.name == f"{NAME}@{commit}"
+    assert describe(found).config.content == about
+    assert not server.downloads("open_clip_pytorch_model.bin")
+
+
 @pytest.mark.parametrize("kind", ["vit", "dinov2"])
 def test_of_transformers(server, hub_here, tmp_path, monkeypatch, kind):
     """The model, its classes and preprocessing follow from what transformers writes."""

@@ -14,6 +14,8 @@ from models.config import ModelError
 from models.registry import open_model
 from tests.fakes.filled import filled
 from tests.references.text_towers import text_tower
+from training.config import RunConfig
+from training.step_sizes import state_bytes, step_sizes
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
 TEXT = {"text_depth": 3, "text_width": 20, "text_heads": 2, "text_length": 7}
@@ -113,6 +115,11 @@ def test_sizes_of_published_towers():
         theirs = SiglipTextModel(SiglipTextConfig())
     expected = sum(parameter.numel() for parameter in theirs.parameters())
     assert text_parameters("siglip_base", "siglip") == expected
+    vocabulary = (256_000 - 32_000) * 768
+    assert text_parameters("siglip2_base", "siglip") == expected + vocabulary
+    # Of H/14 and bigG/14, in millions: open_clip's docs/model_profile.csv.
+    assert round(text_parameters("openclip_huge", "clip") / 1e6, 2) == 354.03
+    assert round(text_parameters("openclip_gigantic", "clip") / 1e6, 2) == 694.66
 
 
 def test_both_towers_are_counted():
@@ -143,6 +150,24 @@ def test_locked_towers():
     assert {name.split(".")[0] for name in other.frozen} == {
         *("text_embed", "text_pos_embed", "text_blocks", "text_norm")
     }
+
+
+@pytest.mark.parametrize("locked", [None, "lock_image", "lock_text"])
+@pytest.mark.parametrize("objective", ["siglip", "clip"])
+def test_estimates_count_what_is_trained(locked, objective):
+    """The parameters with gradients and moments; of a locked tower only its weights."""
+    spec = small(objective, **{locked: True} if locked else {})
+    count = {name: p.numel() for name, p in spec.meta.named_parameters()}
+    frozen = sum(count[name] for name in spec.frozen)
+    assert (frozen > 0) == (locked is not None)
+    sizes = step_sizes(spec)
+    trained = [each for each in sizes if each.learns]
+    assert sum(each.state_parameters for each in trained) == sum(count.values()) - frozen
+    assert sum(each.state_parameters for each in sizes) == sum(count.values())
+    assert sum(each.train_flops for each in trained) == spec.train_flops_per_image
+    config, model_only = RunConfig(), 4
+    assert state_bytes(config) == model_only + 2 * 4
+    assert state_bytes(config, trains=False) == model_only
 
 
 @pytest.mark.parametrize(
