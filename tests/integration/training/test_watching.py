@@ -17,7 +17,9 @@ from tests.support.cli import ROOT, command_of, tiny, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from training.optimizers import add_loss
 
-EPOCHS_OF_3 = "--batch_size 400 --test_epoch_interval 99 --eval_batches 1 --num_epochs 3".split()
+EPOCHS_OF_3 = (
+    "--patch_size 8 --batch_size 400 --test_epoch_interval 99 --eval_batches 1 --num_epochs 3"
+).split()
 LOSS = re.compile(r"epoch (\d) step (\d+), mean training loss of the epoch: ([\d.]+)(.*)")
 
 
