@@ -28,7 +28,7 @@ LOSS = re.compile(r"epoch (\d) step (\d+), mean training loss of the epoch: ([\d
     [
         (train_tiny, {"devices": 2}),
         (train_tiny_gpu, {"processes": 2}),
-        long(train_tiny, {"devices": 2, "flags": "--xla_fsdp nested --grad_accum_steps 2"}),
+        long(train_tiny, {"flags": "--xla_fsdp nested --grad_accum_steps 2"}),
         long(train_tiny_gpu, {"flags": "--grad_accum_steps 2"}),
     ],
 )
