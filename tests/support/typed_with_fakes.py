@@ -351,7 +351,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     )
     machine.variables["STAND_IN"] = str(pod)
     machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
-    with workers_here():
+    with workers_here(alone="--restart-tpuvm-pod-server" in command.text):
         done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(workers):

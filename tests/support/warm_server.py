@@ -174,6 +174,8 @@ def run(job: dict, files: list[int], set_by_imports: dict[str, str]) -> None:
         if folder and os.path.exists(f"{folder}/sitecustomize.py"):
             runpy.run_path(f"{folder}/sitecustomize.py")
     tempfile.tempdir = None  # it is that of the environment
+    options = sys.modules["fsspec.config"]
+    options.set_conf_env(options.conf)  # so are those of file systems
     if "RENDER_FIGURES" not in os.environ:
         leave_figures_blank()
     first, *rest = job["argv"]

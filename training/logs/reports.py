@@ -121,8 +121,8 @@ class Reports:
         self._dir, self._backend, self._active = folder, backend, active
         self._first_step = first_step
         self._batch_size = run.config.data.batch_size
-        self._flops_per_image = run.train_flops_per_image
         device_peak = backend.peak_flops()
+        self._flops_per_image = run.train_flops_per_image if device_peak else 0.0
         self._flops_by_size = run.train_flops_by_size if device_peak else {}
         self._peak_flops = device_peak * backend.device_count if device_peak else None
         self._pending: deque[tuple[_Write, dict[str, Any], Future[_Values]]] = deque()
@@ -241,8 +241,8 @@ class Reports:
         self.flush(wait=False)
 
     def step_flops(self, shapes: Mapping[str, Sequence[int]]) -> float:
-        """Return the FLOPs of a step on all devices, as counted for MFU. ``shapes``: of the fields
-        of a micro-batch."""
+        """Return the FLOPs of a step on all devices, as counted for MFU; 0 if the devices' peak is
+        unknown: there is no MFU then. ``shapes``: of the fields of a micro-batch."""
         per_image = self._flops_per_image
         if self._flops_by_size:
             height, width = shapes["image"][-2:]

@@ -177,19 +177,23 @@ def test_the_same_launcher_twice(fresh_pod, launcher):
 
 
 PREEMPT = r"""
-starts() { cat "$1/starts" 2> /dev/null | wc -l; }
+lines() { cat "$1" 2> /dev/null | wc -l; }
 if [ "$RANK" != 0 ]; then
-    while [ $(starts "$1") -lt 3 ]; do sleep 0.1; done
+    echo one >> "$1/others"
+    while [ $(lines "$1/starts") -lt 3 ]; do sleep 0.1; done
     exit
 fi
 echo one >> "$1/starts"
-[ $(starts "$1") -lt 3 ] || exit 0
+starts=$(lines "$1/starts")
+[ $starts -lt 3 ] || exit 0
+while [ $(lines "$1/others") -lt $((3 * starts)) ]; do sleep 0.1; done
 echo "$2" > "$1/state"
 [ ! -e "$1/states" ] || printf 'ACTIVE\nSUSPENDING\nSUSPENDING\nSUSPENDED\n' > "$1/states"
 exit 143  # as a VM's shutdown ends programs
 """
-"""What each worker's shell runs: the slice is preempted in the first two starts. $1: the stand-in's
-folder, $2: the state of a preempted node or VM."""
+"""What each worker's shell runs: the slice is preempted in the first two starts, once all four
+workers run, as ssh refuses a connection that comes later. $1: the stand-in's folder, $2: the state
+of a preempted node or VM."""
 
 
 @pytest.mark.parametrize(("allowed", "ended"), [(2, 0), (1, 143)])
@@ -200,7 +204,7 @@ def test_preempted_slices_are_requested_again(fresh_pod, allowed, ended):
     command = ["--", "sh", "-c", PREEMPT, "sh", fresh_pod.folder, "PREEMPTED"]
     code, stdout, stderr = run_script(fresh_pod, QUEUED, *flags, *command)
     assert code == ended, stdout + stderr
-    assert stdout.count("pod was preempted: replacing it") == allowed
+    assert stdout.count("pod was preempted: replacing it") == allowed, stdout + stderr
     assert stdout.count("pod is SUSPENDING, waiting") == allowed
     assert stdout.count("installed in") == 4 * (1 + allowed)
     assert not (fresh_pod.folder / "states").exists()
@@ -501,8 +505,8 @@ def test_preempted_vms_are_created_again(fresh_pod, allowed, ended):
     command = ["--", "sh", "-c", PREEMPT, "sh", fresh_pod.folder, "TERMINATED"]
     code, stdout, stderr = run_compute(fresh_pod, *flags, *command)
     assert code == ended, stdout + stderr
-    assert stderr.count("replacing pod") == allowed
-    assert stderr.count("creating instance-groups") == 1 + allowed
+    assert stderr.count("replacing pod") == allowed, stderr
+    assert stderr.count("creating instance-groups") == 1 + allowed, stderr
     assert stderr.count("creating instance-templates") == 1
     assert stdout.count("installed in") == 4 * (1 + allowed)
     assert not made(fresh_pod)

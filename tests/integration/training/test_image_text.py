@@ -26,7 +26,7 @@ LOCKED = "--lock_image --projection_dim 12 --logit_scale_init 20".split()
 def plain(*flags):
     """What plain PyTorch computes."""
     shared = ["--data_dir", str(DIGITS), *TINY_MODEL, *TINY_RUN, *PAIR_FLAGS, *flags]
-    done = run_program("-m", "tests.references.plain_image_text", *shared, warm=False)
+    done = run_program("-m", "tests.references.plain_image_text", *shared)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,7 +6,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import termios
 from statistics import mean
 
@@ -14,11 +13,13 @@ import pytest
 import torch
 
 from run_vit_training import read_flags
-from tests.support.cli import ROOT, environment, tiny, train_tiny, train_tiny_gpu
+from tests.support.cli import ROOT, command_of, tiny, train_tiny, train_tiny_gpu
 from tests.support.marks import long
 from training.optimizers import add_loss
 
-EPOCHS_OF_3 = "--batch_size 400 --test_epoch_interval 99 --eval_batches 1 --num_epochs 3".split()
+EPOCHS_OF_3 = (
+    "--patch_size 8 --batch_size 400 --test_epoch_interval 99 --eval_batches 1 --num_epochs 3"
+).split()
 LOSS = re.compile(r"epoch (\d) step (\d+), mean training loss of the epoch: ([\d.]+)(.*)")
 
 
@@ -27,7 +28,7 @@ LOSS = re.compile(r"epoch (\d) step (\d+), mean training loss of the epoch: ([\d
     [
         (train_tiny, {"devices": 2}),
         (train_tiny_gpu, {"processes": 2}),
-        long(train_tiny, {"devices": 2, "flags": "--xla_fsdp nested --grad_accum_steps 2"}),
+        long(train_tiny, {"flags": "--xla_fsdp nested --grad_accum_steps 2"}),
         long(train_tiny_gpu, {"flags": "--grad_accum_steps 2"}),
     ],
 )
@@ -127,9 +128,9 @@ def test_a_bar_on_a_terminal_leaves_log_lines_whole(tmp_path):
     flags = "--backend cuda --max_steps 6 --test_step_interval 3 --eval_batches 2".split()
     reader, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    command = [sys.executable, "run_vit_training.py", *tiny(tmp_path / "seen"), *flags]
+    words, variables = command_of("run_vit_training.py", *tiny(tmp_path / "seen"), *flags)
     run = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=terminal, text=True
+        words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=terminal, text=True
     )
     os.close(terminal)
     drawn = b""

@@ -173,6 +173,19 @@ def run_in(folder, *, batch_size, flops_per_image):
     return SimpleNamespace(config=config, model=model, **flops, **folders)
 
 
+def test_flops_are_counted_only_for_mfu(tmp_path, monkeypatch):
+    run = run_in(tmp_path, batch_size=1000, flops_per_image=1e9)
+
+    def of_a_step():
+        reports = Reports(run, SilentBackend(), first_step=0, last_step=1)
+        return reports.step_flops({"image": (500, 3, 16, 16)})
+
+    assert of_a_step() == 1e12
+    monkeypatch.setattr(SilentBackend, "peak_flops", lambda self: None)
+    del run.train_flops_per_image
+    assert of_a_step() == 0
+
+
 def test_reports_write_every_form(tmp_path, capsys, monkeypatch):
     def reports(first_step):
         run = run_in(tmp_path, batch_size=1000, flops_per_image=1e9)
