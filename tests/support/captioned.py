@@ -16,6 +16,7 @@ from features.image_text.tokenizer import ByteTokenizer
 from features.image_text.view import ImageTextView
 from tests.support.archives import write_tar
 from tests.support.table_files import noise_png
+from training.config import RunConfig
 from training.data import opener_of
 
 LENGTH = 32
@@ -103,10 +104,10 @@ def opened(
     tokenizer = ByteTokenizer(LENGTH, canonical=False)
     view = ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, tuple(keys))
     config = DataConfig(**{"data_dir": str(root), "batch_size": 4, "num_workers": 0} | flags)
-    kind = config.data_source
+    opened_by = opener_of(RunConfig(data=config))
     return open_data(
         DatasetRequest(
-            config, 3, (size, size), 1, seed, labels=False, view=view, opened_by=opener_of(kind)
+            config, 3, (size, size), 1, seed, labels=False, view=view, opened_by=opened_by
         )
     )
 
