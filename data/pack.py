@@ -279,8 +279,8 @@ def pack(
         for number, image in enumerate(images):
             # Each file is a header, and its content in as many blocks as it fills.
             beside = image.contents(labels=labels)
-            sizes = [image.size, *map(len, beside.values())]
-            size = sum((1 - (-each // block)) * block for each in sizes)
+            lengths = [image.size, *map(len, beside.values())]
+            size = sum((1 - (-length // block)) * block for length in lengths)
             if not of_split or of_split[-1].size + size > shard_size - tarfile.RECORDSIZE:
                 of_split.append(_Shard(f"{split}/{split}-{len(of_split):06}.tar", number))
             of_split[-1].images.append(image)

@@ -181,7 +181,8 @@ def counted_both() -> list[Scene]:
         there = [digit for count, digit in zip(counts, digits, strict=True) for _ in range(count)]
         return Scene(captions, lambda random: _anywhere(random, there))
 
-    counts = [each for each in itertools.product(range(1, 4), repeat=2) if each != (1, 1)]
+    upto = range(1, 4)
+    counts = [each for each in itertools.product(upto, upto) if each != (1, 1)]
     pairs = itertools.combinations(DIGITS, 2)
     return [scene(*each) for each in itertools.product(counts, pairs)]
 

@@ -4,6 +4,7 @@ on another number of devices; pairs that are left out."""
 import csv
 
 import pytest
+from transformers import CLIPTokenizer
 
 from tests.fakes.hub_server import HubServer, Repository
 from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
@@ -54,8 +55,15 @@ def test_a_run_records_its_tokenizer(made, run):
     assert values["tokenizer_checksum"]
     written = (made / "tokenizer" / "tokenizer.json").read_bytes()
     assert (run.ckpt_dir / "tokenizer.json").read_bytes() == written
-    assert f"tokens ({made / 'tokenizer'}, canonical); 0 of" in run.stdout
-    assert "of the first 767 captions are truncated to --text_length 16" in run.stdout
+    # Of the first 256 training images; of one caption an image has none.
+    with open(made / "pairs.csv", newline="") as file:
+        of_train = [caption for _, split, caption in csv.reader(file) if split == "train"]
+    theirs = CLIPTokenizer.from_pretrained(made / "tokenizer")
+    texts = [text.lower().replace(",", "").replace("!", "") for text in of_train[: 3 * 256] if text]
+    truncated = sum(len(theirs(text).input_ids) > 16 for text in texts)
+    assert 0 < truncated < len(texts) == 767
+    line = f"{truncated} of the first 767 captions are truncated to --text_length 16"
+    assert f"tokens ({made / 'tokenizer'}, canonical); {line}" in run.stdout
     # The pair of three blank captions.
     assert run.evaluations[-1]["val_images"] == 89
     assert "its caption is empty" in (run.ckpt_dir / "bad_images.txt").read_text()
