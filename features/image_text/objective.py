@@ -98,7 +98,7 @@ class ImageTextPairs(Objective):
         else:
             detached = Pairs(*(each.detach() for each in pairs))
             loss, gradients = self._loss(detached, self._ids(batch["position"]))
-        self._parts.append(torch.stack([pairs.scale.detach().mean(), pairs.bias.detach().mean()]))
+        self._parts.append(torch.stack([pairs.scale.detach(), pairs.bias.detach()]).mean((1, 2)))
         return WithGradients.apply(loss, gradients, *pairs)
 
     def _embed(self, model: nn.Module, batch: Batch) -> Pairs:
