@@ -96,21 +96,22 @@ class _Chunks:
         chunk_bytes: int,
     ) -> None:
         self._pairs, self._replicas, self.padded = pairs, replicas, padded
-        self._scaled = (pairs.scale[..., None] * pairs.images).flatten(0, 1)
-        self._bias, self._ids = pairs.bias.flatten()[:, None], ids.flatten()[:, None]
+        self._images, self._ids = pairs.images.flatten(0, 1), ids.flatten()[:, None]
+        self._scale, self._bias = (x.flatten()[:, None] for x in (pairs.scale, pairs.bias))
         all_ids = replicas.all_gather(ids)
         self.replicas, (self.here, own) = len(all_ids), ids.shape
         rows = rows_of_chunk(self.replicas, own, pairs.images.shape[-1], chunk_bytes)
         self._texts = pairs.texts.split(rows, dim=1)
         self._text_ids = [part.flatten() for part in all_ids.split(rows, dim=1)]
-        self._of_scaled = torch.zeros_like(self._scaled)
-        self._of_bias = torch.zeros_like(self._scaled[:, 0])
+        self._of_images = torch.zeros_like(self._images)
+        self._of_bias = torch.zeros_like(self._images[:, 0])
         self._of_texts: list[torch.Tensor] = []
 
     def __iter__(self) -> Iterator[_Chunk]:
         for part, ids in zip(self._texts, self._text_ids, strict=True):
             texts = self._replicas.all_gather(part).flatten(0, 1)
-            logits, matches, absent = self._scaled @ texts.T + self._bias, self._ids == ids, None
+            logits = self._scale * (self._images @ texts.T) + self._bias
+            matches, absent = self._ids == ids, None
             if self.padded:
                 absent = (self._ids == PADDING) | (ids == PADDING)
                 matches = matches & ~absent
@@ -120,9 +121,10 @@ class _Chunks:
         """Add what follows from the gradient of a chunk's logits."""
         if chunk.absent is not None:
             gradient = gradient.masked_fill(chunk.absent, 0.0)
-        self._of_scaled = self._of_scaled + gradient @ chunk.texts
         self._of_bias = self._of_bias + gradient.sum(1)
-        of_texts = (gradient.T @ self._scaled).unflatten(0, (self.replicas, -1))
+        of_products = self._scale * gradient
+        self._of_images = self._of_images + of_products @ chunk.texts
+        of_texts = (of_products.T @ self._images).unflatten(0, (self.replicas, -1))
         self._of_texts.append(self._replicas.reduce_scatter(of_texts))
 
     def logsumexp_of_images(self, logits: torch.Tensor) -> torch.Tensor:
@@ -133,11 +135,12 @@ class _Chunks:
     def gradients(self, count: torch.Tensor | int) -> Pairs:
         """Return the gradients, given that of the logits times ``count``."""
         factor = self.replicas / self.here / count
-        of_scaled = (factor * self._of_scaled).unflatten(0, (self.here, -1))
+        of_images = (factor * self._of_images).unflatten(0, (self.here, -1))
         return Pairs(
-            self._pairs.scale[..., None] * of_scaled,
+            of_images,
             factor * torch.cat(self._of_texts, dim=1),
-            (of_scaled * self._pairs.images).sum(-1),
+            # Images are only used multiplied by the scale.
+            (of_images * self._pairs.images).sum(-1) / self._pairs.scale,
             (factor * self._of_bias).unflatten(0, (self.here, -1)),
         )
 
@@ -176,13 +179,16 @@ def _clip(
     A first pass over the chunks finds the sums that softmax divides by, a second one computes the
     gradients.
     """
-    by_image, by_text, matching = [], [], []
+    of_images: torch.Tensor | None = None
+    by_text, matching = [], []
     for chunk in chunks:
         logits = _without_absent(chunk)
         matching.append(logits.where(chunk.matches, 0.0).sum())
-        by_image.append(logits.logsumexp(1))
+        found = logits.logsumexp(1)
+        # Summed up at once: of all chunks they would have as many numbers as a part of the matrix.
+        of_images = found if of_images is None else torch.stack([of_images, found]).logsumexp(0)
         by_text.append(chunks.logsumexp_of_images(logits))
-    of_images = torch.stack(by_image).logsumexp(0)
+    assert of_images is not None
     of_all_texts = torch.cat(by_text)
     if chunks.padded:
         of_images = of_images.where(of_images > _ABSENT / 2, 0.0)
