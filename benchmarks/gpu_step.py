@@ -327,9 +327,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--models", type=model, nargs="+", metavar="NAME", default=DEFAULT_MODELS
-    )
+    parser.add_argument("--models", type=model, nargs="+", metavar="NAME", default=DEFAULT_MODELS)
     parser.add_argument(
         "--batch_sizes",
         type=int,

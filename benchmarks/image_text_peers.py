@@ -1,8 +1,9 @@
-"""open_clip's training step of SigLIP and CLIP, for gpu_step.py: its text tower, losses and parallel
-training (DDP), and the run's image tower, which open_clip takes from timm too.
+"""open_clip's training step of SigLIP and CLIP, for gpu_step.py: its text tower, losses and DDP.
 
-Requires open_clip: pip install --no-deps open_clip_torch ftfy wcwidth. Initial weights are those of the
-run, so the first loss equals that of the program's own step.
+The image tower is the run's, as open_clip takes it from timm too.
+
+Requires open_clip: pip install --no-deps open_clip_torch ftfy wcwidth. Initial weights are those of
+the run, so the first loss equals that of the program's own step.
 """
 
 import functools
@@ -19,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_peers import Step, autocast, initial_weights
 from data.batch import Batch
-from features.image_text.config import TextTower
 from features.image_text.model import ImageTextSpec
 from tools.self_check.plain import clip_and_step
 from torch_fsdp.parallel_plan import TorchRun

@@ -76,8 +76,8 @@ def parallelize_spmd(
         normalize_unfolded(model)
     mark_images = functools.partial(mark_both, mark=layout.mark_images)
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
-    # Attention pooling: its linear layers also keep images and tokens as separate dimensions, and are
-    # marked, or the partitioner gathers all images' keys to compute gradients of weights in parts.
+    # Attention pooling: its linear layers also keep images and tokens as separate dimensions.
+    # Without the marks, the partitioner gathers keys of all images for the weights' gradients.
     pool = getattr(model, "attn_pool", None)
     if pool is not None and mesh.devices > 1:
         multiply_unfolded(pool.kv, layout)
