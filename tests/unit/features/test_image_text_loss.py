@@ -15,7 +15,7 @@ from features.image_text.loss import Pairs, contrast, rows_of_chunk
 pytestmark = pytest.mark.fast
 
 WIDTH = 24
-SAME = SimpleNamespace(all_gather=lambda x: x, reduce_scatter=lambda x: x)
+SAME = SimpleNamespace(all_gather=lambda x: x)
 """All replicas in one process."""
 
 
@@ -57,8 +57,8 @@ def expected(kind, pairs, factor=1.0):
 def assert_same(kind, pairs, found):
     loss, gradients = found
     whole, parts = expected(kind, pairs)
-    # The loss of a single pair shows the rounding of its logit, which may be near 100.
-    tolerance = 1e-6 if pairs.scale.numel() > 1 else 4e-6
+    # Logits near 100 have a spacing of 8e-6.
+    tolerance = 1e-6 if pairs.scale.max() < 64 else 4e-6
     torch.testing.assert_close(loss.double(), whole, rtol=tolerance, atol=0)
     images, texts, scale, bias = (x.double() for x in gradients)
     for given, wanted in ((images.flatten(0, 1), parts[0]), (texts.flatten(0, 1), parts[1])):
@@ -142,8 +142,7 @@ def held(kind, replicas, each, chunk_bytes):
     pairs = drawn(1, each, 10.0, -10.0)
     ids = torch.arange(each, dtype=torch.int32)[None]
     one_of = SimpleNamespace(
-        all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous(),
-        reduce_scatter=lambda x: x[:1].clone(),
+        all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous()
     )
     count = replicas * each
     with Held() as mode:
