@@ -110,6 +110,7 @@ def open_clip_step(
     torch.compile, if any. Raises UsageError."""
     spec, config, device = run.model, run.config.optimizer, batches[0]["image"].device
     assert isinstance(spec, ImageTextSpec)
+    assert config.betas is not None  # resolved
     if len(batches) > 1 or config.optimizer != "adamw" or spec.config.text.pool == "mean":
         raise UsageError(
             "open_clip's step requires --grad_accum_steps 1, --optimizer adamw and another "

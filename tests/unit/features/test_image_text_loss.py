@@ -141,9 +141,7 @@ def held(kind, replicas, each, chunk_bytes):
     """The peak bytes of a loss in a process with one of several replicas."""
     pairs = drawn(1, each, 10.0, -10.0)
     ids = torch.arange(each, dtype=torch.int32)[None]
-    one_of = SimpleNamespace(
-        all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous()
-    )
+    one_of = SimpleNamespace(all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous())
     count = replicas * each
     with Held() as mode:
         contrast(kind, pairs, ids, count, one_of, chunk_bytes=chunk_bytes)
