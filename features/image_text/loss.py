@@ -3,7 +3,8 @@
 Both compare each image with each text of the global batch. No device ever has the matrix of these
 logits, its gradient, or all texts: a device compares its own images with some texts of every
 replica at a time, and its own texts with some images of every replica, and computes the gradients
-at once, so nothing of a chunk is kept for a backward pass. Results are those of one device with all pairs, but for the order of sums.
+at once, so nothing of a chunk is kept for a backward pass. Results are those of one device with all
+pairs, but for the order of sums.
 
 Embeddings are exchanged in fp32: they are small beside the weights of towers that need FSDP.
 """
