@@ -1,4 +1,4 @@
-"""The parts that benchmarks share: measuring processes, failures, commits and tables."""
+"""The parts that benchmarks share: measuring processes, failures, commits, tables and memory."""
 
 import json
 import os
@@ -72,3 +72,11 @@ def markdown(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table, the first of ``rows`` its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def own_memory(name: str) -> int:
+    """Return a figure of /proc about this process, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise KeyError(name)

@@ -14,10 +14,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from benchmarks.common import own_memory
 from data.batch import Batch, Field
 from gpu_fsdp import resolve_gpu
 from run_vit_training import read_flags
@@ -90,9 +90,9 @@ def measure(
     """Time the passes, from device idle to device idle; nothing is read in between."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # a device is one core, however many processes there are
-    before = _own_memory("VmHWM")
+    before = own_memory("VmHWM")
     if limit:
-        most = _own_memory("VmData") + int(limit * 1e9)
+        most = own_memory("VmData") + int(limit * 1e9)
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
     build = {"train": train, "forward": forward}[what]
     compute = build(run, backend, random_share(run, backend))
@@ -109,7 +109,7 @@ def measure(
     peak = backend.memory().get("peak")
     if peak is None:  # of a process with several virtual devices each one's part
         in_process = backend.device_count if run.config.backend == "xla" else 1
-        peak = (_own_memory("VmHWM") - before) // in_process
+        peak = (own_memory("VmHWM") - before) // in_process
     largest = backend.all_reduce_max(peak)()
     if backend.is_main:
         found = {
@@ -120,14 +120,6 @@ def measure(
             "backend": backend.describe(),
         }
         print(json.dumps(found), flush=True)
-
-
-def _own_memory(name: str) -> int:
-    """Return a figure of /proc about this process, in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise KeyError(name)
 
 
 def main() -> None:

@@ -63,10 +63,11 @@ def objective_batches(run: TorchRun, backend: Backend) -> list[Batch]:
         return put_micro_batches(backend, {"image": images, "target": labels}, {}, count)
     request = dataset_request(run, labels=False)
     fields = request.view.fields(request, torch.uint8, is_train=True)
-    batch = {
-        name: torch.randint(256, (shard, *each.shape), generator=generator, dtype=torch.uint8)
-        for name, each in fields.items()
-    }
+    batch = {}
+    for name, each in fields.items():
+        below = 256 if each.dtype == torch.uint8 else each.below
+        shape = (shard, *each.shape)
+        batch[name] = torch.randint(below, shape, generator=generator, dtype=each.dtype)
     if isinstance(request.view, CropView):
         masks = random_masks(request.view, shard, shard // count, seed=backend.batch_shard)
         batch["mask"] = torch.stack(masks)
@@ -209,10 +210,15 @@ def supported_model(run: TorchRun, backend: Backend) -> TimmSpec:
 
 def load_initial_weights(run: TorchRun, model: nn.Module) -> None:
     """Copy the initial weights of ``run`` to ``model``, whose parameters have the same names."""
+    model.load_state_dict(initial_weights(run))
+
+
+def initial_weights(run: TorchRun) -> dict[str, torch.Tensor]:
+    """Return the initial weights of ``run``, whole, by name."""
     filled = run.model.build()
     for name, unit in run.model.units(filled):
         run.model.initialize(unit, name, seed=run.config.seed)
-    model.load_state_dict(filled.state_dict())
+    return filled.state_dict()
 
 
 def autocast(run: TorchRun, device: torch.device) -> Autocast:

@@ -122,6 +122,15 @@ ROWS = {
         f"{LARGE} --repeats 2",
         TINY,
     ),
+    "siglip": Row(
+        "SigLIP's step, B/16, beside open_clip's compiled",
+        5,
+        f"{STEP} --objective siglip --variants open_clip+compile fsdp2+compile",
+        "--models timm/vit_base_patch16_siglip_224 --batch_sizes 1024 --grad_ckpt full --steps 10 "
+        "--repeats 2",
+        f"{TINY} --models timm/vit_base_patch16_siglip_224 --embed_dim 48 --num_heads 2 "
+        "--text_depth 2 --text_width 48 --text_heads 2 --text_length 8 --text_vocab_size 64",
+    ),
     "input": Row(
         "images/s of decoding on all cores",
         2,

@@ -4,11 +4,12 @@
 
 A variant is a loop and changes to it, joined by "+". The loop `timm` is what a timm user runs:
 timm's model, autocast, fused AdamW, gradient clipping, no sharding, no activation checkpointing
-(with --objective dino or mae, the same for these objectives). `fsdp2` and `megatron` run the step
-of training/loop.py. Changes:
+(with --objective dino or mae, the same for these objectives). `open_clip` is the step of open_clip,
+which must be installed, with --objective siglip or clip: DDP, recomputing as --grad_ckpt says.
+`fsdp2` and `megatron` run the step of training/loop.py. Changes:
 
-- compile: torch.compile, of the whole model in timm's loop, else of each block;
-  max-autotune, reduce-overhead: that mode of it (timm)
+- compile: torch.compile, of the whole model in timm's and open_clip's loops, else of each block;
+  max-autotune, reduce-overhead: that mode of it (timm, open_clip)
 - te, fp8, fp8-rowwise, fp8-delayed, reduce-bf16, unsharded: --block te, --fp8, --reduce_dtype bf16,
   --zero_dp_strategy 0
 - tuned, gemm: Inductor autotunes the configurations of its kernels; matrix products, too
@@ -25,7 +26,8 @@ model take turns --repeats times. The table shows medians:
 - MFU: images/s x models.spec.train_flops_per_image (matrix products of the forward and backward
   pass, without recomputation) over the dense peak in torch_fsdp/devices.py for the precision; with
   FP8, over the FP8 peak
-- peak GiB: torch.cuda.max_memory_allocated of a timed step
+- peak GiB: torch.cuda.max_memory_allocated of a timed step; on the CPU, how far the peak memory of
+  the first process grows while it builds the model and runs its steps
 
 A variant that does not fit shows OOM; one that cannot run here shows the reason. You can add any
 flag of run_vit_training.py; the defaults are --precision bf16, --grad_ckpt none and a small --lr.
@@ -59,7 +61,9 @@ LOOPS = {
     "timm": "--loop plain --fsdp fsdp2",  # for the process group; it shards nothing
     "fsdp2": "--loop own --fsdp fsdp2",
     "megatron": "--loop own --fsdp megatron",
+    "open_clip": "--loop plain --fsdp fsdp2",
 }
+PLAIN_LOOPS = ("timm", "open_clip")
 PLAIN_CHANGES = {
     "compile": "--compile_mode default",
     "max-autotune": "--compile_mode max-autotune",
@@ -136,9 +140,9 @@ class Row:
     def flags(self) -> list[str]:
         """The flags of gpu_step_child.py for the variant."""
         loop, *changes = self.variant.split("+")
-        known = PLAIN_CHANGES if loop == "timm" else CHANGES
+        known = PLAIN_CHANGES if loop in PLAIN_LOOPS else CHANGES
         words = " ".join([LOOPS[loop], *(known[change] for change in changes)]).split()
-        if loop != "timm" and "compile" not in changes:
+        if loop not in PLAIN_LOOPS and "compile" not in changes:
             words.append("--no-compile")
         return words
 
@@ -288,10 +292,19 @@ def _batch(rows: list[Row], model: str) -> int:
     return next(row.batch_size for row in rows if row.model == model)
 
 
+def model(text: str) -> str:
+    """Parse the name of a model: a preset, or timm's."""
+    if text not in PRESETS and not text.startswith("timm/"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither timm/NAME nor one of {', '.join(PRESETS)}"
+        )
+    return text
+
+
 def variant(text: str) -> str:
     """Parse the name of a variant."""
     loop, *changes = text.split("+")
-    known = PLAIN_CHANGES if loop == "timm" else CHANGES
+    known = PLAIN_CHANGES if loop in PLAIN_LOOPS else CHANGES
     if loop not in LOOPS:
         raise argparse.ArgumentTypeError(f"{text!r} must start with {', '.join(LOOPS)}")
     for change in changes:
@@ -314,7 +327,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--models", nargs="+", choices=PRESETS, default=DEFAULT_MODELS)
+    parser.add_argument("--models", type=model, nargs="+", metavar="NAME", default=DEFAULT_MODELS)
     parser.add_argument(
         "--batch_sizes",
         type=int,

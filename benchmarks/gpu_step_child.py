@@ -21,6 +21,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common import own_memory
 from benchmarks.gpu_candidates import CHANGES, KERNELS, ChangedBlocks, attention_by
 from benchmarks.gpu_peers import (
     Step,
@@ -31,6 +32,7 @@ from benchmarks.gpu_peers import (
     step_rates,
 )
 from data.batch import Batch
+from features.image_text.config import OBJECTIVES
 from gpu_fsdp import resolve_gpu
 from models.config import VitConfig
 from run_vit_training import read_flags
@@ -154,6 +156,7 @@ def measure(
     in_graph: bool = False,
 ) -> None:
     """Time ``steps`` steps, from device idle to device idle; nothing is read in between."""
+    before = own_memory("VmHWM")
     step = build(run, backend, objective_batches(run, backend))
     if in_graph:
         step = captured(step, backend)
@@ -171,10 +174,13 @@ def measure(
     seconds = (time.perf_counter() - start) / steps
     throughput, flops = run.config.data.batch_size / seconds, run.model.train_flops_per_image
     peak = backend.peak_flops()
+    peak_memory = backend.memory().get("peak")  # torch.cuda.max_memory_allocated
+    if peak_memory is None:
+        peak_memory = own_memory("VmHWM") - before
     result = {
         "s_per_step": seconds,
         "images_per_s": throughput,
-        "peak_memory": backend.memory().get("peak"),  # torch.cuda.max_memory_allocated
+        "peak_memory": peak_memory,
         "mfu": throughput * flops / (peak * backend.device_count) if peak else None,
         "train_flops_per_image": flops,
         "peak_flops_per_gpu": peak,
@@ -184,6 +190,18 @@ def measure(
     }
     if backend.is_main:
         print(json.dumps(result), flush=True)
+
+
+def plain_step_of(objective: str) -> Callable[..., Step]:
+    """Return what builds the plain step of an objective. Raises UsageError."""
+    plain = {"classify": timm_step, "dino": plain_dino_step, "mae": plain_mae_step}
+    if objective not in OBJECTIVES:
+        return plain[objective]
+    try:
+        from benchmarks.image_text_peers import open_clip_step
+    except ImportError as error:
+        raise UsageError(f"open_clip's step requires open_clip_torch: {error}") from None
+    return open_clip_step
 
 
 def main() -> None:
@@ -197,12 +215,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     chosen, flags = parser.parse_known_args()
     asked = read_flags(flags)
-    plain = {"classify": timm_step, "dino": plain_dino_step, "mae": plain_mae_step}
     build: BuildStep = own_step
-    if chosen.loop == "plain":
-        objective = asked.run.objective.objective
-        build = functools.partial(plain[objective], compile_mode=chosen.compile_mode)
     try:
+        if chosen.loop == "plain":
+            plain_step = plain_step_of(asked.run.objective.objective)
+            build = functools.partial(plain_step, compile_mode=chosen.compile_mode)
         run = resolve_gpu.resolve(asked.run, asked.torch)
         if chosen.change:
             blocks = ChangedBlocks(changes=tuple(chosen.change))

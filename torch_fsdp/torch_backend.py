@@ -300,11 +300,6 @@ class TorchBackend(abc.ABC):
         dist.all_gather_into_tensor(gathered, values.detach().contiguous(), self._replicas)
         return gathered
 
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
-        total = values.new_empty(1, *values.shape[1:])
-        dist.reduce_scatter_tensor(total, values.detach().contiguous(), group=self._replicas)
-        return total
-
     def end_step(self) -> None:  # noqa: B027
         """Do nothing: eager devices run each operation when it is called."""
 

@@ -200,10 +200,6 @@ class Backend(Protocol):
         """Return the values of all replicas, (replicas, ...), given those of the replicas here,
         (replicas_here, ...). No gradient passes through it."""
 
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Return sums over all replicas, those of the replicas here, (replicas_here, ...), given
-        each replica's part of the sums of all, (replicas, ...). No gradient passes through it."""
-
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         """Start reading the values of small tensors, without blocking the device or this thread."""
 

@@ -188,7 +188,6 @@ class EmaConfig:
         "maintain an exponential moving average (EMA) of the weights, in fp32 and sharded like "
         "them (4 more bytes per parameter); the EMA is evaluated and saved along with the "
         "weights, and --ckpt_best uses its accuracy or loss",
-        requires=("objective=classify|objective=mae",),
         incompatible_with=("preserve_fp32_weights",),
     )
     model_ema_decay: float = flag(

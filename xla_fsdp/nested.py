@@ -74,16 +74,6 @@ class NestedBackend(XlaBackend):
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return xm.all_gather(values.detach(), dim=0, pin_layout=False)
 
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
-        return xm.reduce_scatter(
-            xm.REDUCE_SUM,
-            values.detach(),
-            scale=1.0,
-            scatter_dim=0,
-            shard_count=self.batch_shards,
-            pin_layout=False,
-        )
-
     def _clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         if self._fsdp:
             assert isinstance(self._model, XlaFullyShardedDataParallel)

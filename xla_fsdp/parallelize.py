@@ -77,8 +77,9 @@ def parallelize_spmd(
     mark_images = functools.partial(mark_both, mark=layout.mark_images)
     mark_rows = functools.partial(mark_both, mark=layout.mark_rows)
     # Attention pooling: its linear layers also keep images and tokens as separate dimensions.
+    # Without the marks, the partitioner gathers keys of all images for the weights' gradients.
     pool = getattr(model, "attn_pool", None)
-    if pool is not None and mesh.domain * mesh.tensor > 1:
+    if pool is not None and mesh.devices > 1:
         multiply_unfolded(pool.kv, layout)
         for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
             mark = mark_rows if layer is pool.kv else mark_images

@@ -103,9 +103,6 @@ class SpmdBackend(XlaBackend):
         shards = self._layout.mark_images(values.detach() * 1)
         return self._mark_replicated(shards * 1)
 
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor:
-        return self._layout.mark_images(values.detach() * 1)
-
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
         mark = self._layout.mark_images  # each device gets whole images
         marked = {name: mark(x * 1) for name, x in values.items()}  # x may have an annotation

@@ -32,6 +32,7 @@ class Dino(Feature):
     turned_on_by = ("--objective dino",)
     excludes = {
         "--mesh_tensor": "",
+        "--model_ema": "its teacher is an EMA of the weights",
         "--patch_drop_rate": "masked and dropped patches would differ",
         "--weight_init": "the heads have their own",
     }

@@ -2,8 +2,9 @@
 
 Both compare each image with each text of the global batch. No device ever has the matrix of these
 logits, its gradient, or all texts: a device compares its own images with some texts of every
-replica at a time, and computes the gradients at once, so nothing of a chunk is kept for a backward
-pass. Results are those of one device with all pairs, but for the order of sums.
+replica at a time, and its own texts with some images of every replica, and computes the gradients
+at once, so nothing of a chunk is kept for a backward pass. Results are those of one device with all
+pairs, but for the order of sums.
 
 Embeddings are exchanged in fp32: they are small beside the weights of towers that need FSDP.
 """
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from data.batch import PADDING
 
 _CHUNK_BYTES = 24 * 2**20
-"""About what a device holds of a chunk: its logits and their gradients, its texts and theirs."""
+"""About what a device holds of a chunk: its logits and their gradients, its texts in fp32 and in
+another precision. PyTorch, which fuses nothing, holds about three times as much."""
 _FP32 = 4
 _ABSENT = -1e9
 """The logit of a pair that does not exist: exp(_ABSENT) is 0. Not infinite, as the difference of
@@ -42,11 +44,9 @@ class Pairs(NamedTuple):
 
 
 class Replicas(Protocol):
-    """The operations of a ``Backend`` that the losses need."""
+    """The operation of a ``Backend`` that the losses need."""
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    def reduce_scatter(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
 @torch.no_grad()
@@ -68,23 +68,75 @@ def contrast(
     ``count``: the number of pairs of all replicas. ``padded``: some pairs are padding, with the
     number PADDING.
     """
-    chunks = _Chunks(pairs, ids, replicas, padded=padded, chunk_bytes=chunk_bytes)
-    return (_siglip if kind == "siglip" else _clip)(chunks, count, gradients=gradients)
+    both = _Both(pairs, ids, replicas, padded=padded, chunk_bytes=chunk_bytes)
+    return (_siglip if kind == "siglip" else _clip)(both, count, gradients=gradients)
 
 
 class _Chunk(NamedTuple):
-    texts: torch.Tensor
-    """(texts, width): a part of those of each replica."""
+    others: torch.Tensor
+    """(others, width): texts of all replicas, a part of those of each, or images."""
+    scale: torch.Tensor
+    """What the products with them were multiplied by, (own, 1) or (others,)."""
     logits: torch.Tensor
-    """(images, texts) of the images here."""
+    """(own, others)."""
     matches: torch.Tensor
     """Which pairs belong together, boolean."""
     absent: torch.Tensor | None
     """Which pairs do not exist, boolean, as one of the two is padding; None: all exist."""
 
+    def existing(self) -> torch.Tensor:
+        """Return the logits, with those of absent pairs so small that they count for nothing."""
+        return self.logits if self.absent is None else self.logits.masked_fill(self.absent, _ABSENT)
 
-class _Chunks:
-    """The pairs of images here with all texts, in chunks; sums up their gradients."""
+
+class _Side:
+    """The images here with all texts, in chunks, or the texts here with all images."""
+
+    def __init__(self, both: _Both, own: torch.Tensor, others: torch.Tensor) -> None:
+        self._both = both
+        self._own, self._others = own.flatten(0, 1), others.split(both.rows, dim=1)
+        self.gradient = torch.zeros_like(self._own)
+
+    def __iter__(self) -> Iterator[_Chunk]:
+        both, is_of_images = self._both, self is self._both.images
+        own_ids = both.ids.flatten()[:, None]
+        for number, part in enumerate(self._others):
+            others, ids = both.replicas.all_gather(part).flatten(0, 1), both.all_ids[number]
+            scale, bias = both.own_scale, both.own_bias
+            if not is_of_images:
+                scale, bias = both.all_scales[number], both.all_biases[number]
+            logits = scale * (self._own @ others.T) + bias
+            matches, absent = own_ids == ids, None
+            if both.padded:
+                absent = (own_ids == PADDING) | (ids == PADDING)
+                matches = matches & ~absent
+            yield _Chunk(others, scale, logits, matches, absent)
+
+    def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> torch.Tensor:
+        """Add what follows from the gradient of a chunk's logits, and return the latter."""
+        if chunk.absent is not None:
+            gradient = gradient.masked_fill(chunk.absent, 0.0)
+        self.gradient = self.gradient + (chunk.scale * gradient) @ chunk.others
+        return gradient
+
+    def logsumexp(self) -> torch.Tensor:
+        """Return log(sum(exp(logits))) of each of its own over all others, (own,)."""
+        total: torch.Tensor | None = None
+        for chunk in self:
+            found = chunk.existing().logsumexp(1)
+            # At once: of all chunks they would have as many numbers as a part of the matrix.
+            total = found if total is None else torch.stack([total, found]).logsumexp(0)
+        assert total is not None
+        return total.where(total > _ABSENT / 2, 0.0) if self._both.padded else total
+
+
+class _Both:
+    """All pairs of images and texts, from both sides.
+
+    A device computes the gradients of its own images from all texts, and those of its own texts
+    from all images. So it computes each logit twice, which is little, and no gradients are summed
+    over devices: XLA would hold those of all texts to sum them (docs/evidence/image_text.md).
+    """
 
     def __init__(
         self,
@@ -95,111 +147,97 @@ class _Chunks:
         padded: bool,
         chunk_bytes: int,
     ) -> None:
-        self._pairs, self._replicas, self.padded = pairs, replicas, padded
-        self._scaled = (pairs.scale[..., None] * pairs.images).flatten(0, 1)
-        self._bias, self._ids = pairs.bias.flatten()[:, None], ids.flatten()[:, None]
+        self._pairs, self.ids, self.replicas, self.padded = pairs, ids, replicas, padded
         all_ids = replicas.all_gather(ids)
-        self.replicas, (self.here, own) = len(all_ids), ids.shape
-        rows = rows_of_chunk(self.replicas, own, pairs.images.shape[-1], chunk_bytes)
-        self._texts = pairs.texts.split(rows, dim=1)
-        self._text_ids = [part.flatten() for part in all_ids.split(rows, dim=1)]
-        self._of_scaled = torch.zeros_like(self._scaled)
-        self._of_bias = torch.zeros_like(self._scaled[:, 0])
-        self._of_texts: list[torch.Tensor] = []
+        self.count, (self.here, own) = len(all_ids), ids.shape
+        self.rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
+        self.all_ids = self._in_chunks(all_ids)
+        self.own_scale, self.own_bias = (x.flatten()[:, None] for x in (pairs.scale, pairs.bias))
+        self.all_scales, self.all_biases = map(self.of_all, (pairs.scale, pairs.bias))
+        self.images = _Side(self, pairs.images, pairs.texts)
+        self.texts = _Side(self, pairs.texts, pairs.images)
+        self.of_bias = torch.zeros_like(self.own_bias[:, 0])
 
-    def __iter__(self) -> Iterator[_Chunk]:
-        for part, ids in zip(self._texts, self._text_ids, strict=True):
-            texts = self._replicas.all_gather(part).flatten(0, 1)
-            logits, matches, absent = self._scaled @ texts.T + self._bias, self._ids == ids, None
-            if self.padded:
-                absent = (self._ids == PADDING) | (ids == PADDING)
-                matches = matches & ~absent
-            yield _Chunk(texts, logits, matches, absent)
+    def _in_chunks(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [part.flatten() for part in values.split(self.rows, dim=1)]
 
-    def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> None:
-        """Add what follows from the gradient of a chunk's logits."""
-        if chunk.absent is not None:
-            gradient = gradient.masked_fill(chunk.absent, 0.0)
-        self._of_scaled = self._of_scaled + gradient @ chunk.texts
-        self._of_bias = self._of_bias + gradient.sum(1)
-        of_texts = (gradient.T @ self._scaled).unflatten(0, (self.replicas, -1))
-        self._of_texts.append(self._replicas.reduce_scatter(of_texts))
+    def of_all(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the values of all replicas by chunk, given those here, (replicas here, pairs)."""
+        return self._in_chunks(self.replicas.all_gather(values))
 
-    def logsumexp_of_images(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return log(sum(exp(logits))) over the images of all replicas, (texts,)."""
-        of_replicas = logits.unflatten(0, (self.here, -1)).logsumexp(1)
-        return self._replicas.all_gather(of_replicas).logsumexp(0)
+    def by_replica(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unflatten(0, (self.here, -1))
 
     def gradients(self, count: torch.Tensor | int) -> Pairs:
         """Return the gradients, given that of the logits times ``count``."""
-        factor = self.replicas / self.here / count
-        of_scaled = (factor * self._of_scaled).unflatten(0, (self.here, -1))
-        return Pairs(
-            self._pairs.scale[..., None] * of_scaled,
-            factor * torch.cat(self._of_texts, dim=1),
-            (of_scaled * self._pairs.images).sum(-1),
-            (factor * self._of_bias).unflatten(0, (self.here, -1)),
+        factor = self.count / self.here / count
+        of_images, of_texts, of_bias = (
+            self.by_replica(factor * each)
+            for each in (self.images.gradient, self.texts.gradient, self.of_bias)
         )
+        # Images are only used multiplied by the scale.
+        of_scale = (of_images * self._pairs.images).sum(-1) / self._pairs.scale
+        return Pairs(of_images, of_texts, of_scale, of_bias)
 
 
 def rows_of_chunk(replicas: int, pairs: int, width: int, chunk_bytes: int = _CHUNK_BYTES) -> int:
-    """Return how many texts of each replica, which has so many ``pairs``, a chunk has."""
+    """Return how many pairs of each replica, which has so many ``pairs``, a chunk has."""
     bytes_of_row = 2 * _FP32 * replicas * (pairs + width)
     chunks = -(-pairs // max(1, chunk_bytes // bytes_of_row))
     return -(-pairs // chunks)
 
 
 def _siglip(
-    chunks: _Chunks, count: torch.Tensor | int, *, gradients: bool
+    both: _Both, count: torch.Tensor | int, *, gradients: bool
 ) -> tuple[torch.Tensor, Pairs | None]:
     """Return the sum of -log sigmoid(z logit) over all pairs, with z = 1 for a pair that belongs
     together, otherwise -1, divided by the number of images."""
+
+    def signed(chunk: _Chunk) -> torch.Tensor:
+        values = torch.where(chunk.matches, -chunk.logits, chunk.logits)
+        return values if chunk.absent is None else values.masked_fill(chunk.absent, _ABSENT)
+
+    def gradient(chunk: _Chunk, values: torch.Tensor) -> torch.Tensor:
+        probabilities = values.sigmoid()
+        return torch.where(chunk.matches, -probabilities, probabilities)
+
     losses = []
-    for chunk in chunks:
-        signed = torch.where(chunk.matches, -chunk.logits, chunk.logits)
-        if chunk.absent is not None:
-            signed = signed.masked_fill(chunk.absent, _ABSENT)
-        losses.append(F.softplus(signed).sum())
+    for chunk in both.images:
+        values = signed(chunk)
+        losses.append(F.softplus(values).sum())
         if gradients:
-            probabilities = signed.sigmoid()
-            chunks.add_gradient(chunk, torch.where(chunk.matches, -probabilities, probabilities))
-    loss = torch.stack(losses).sum() * (chunks.replicas / chunks.here) / count
-    return loss, chunks.gradients(count) if gradients else None
+            added = both.images.add_gradient(chunk, gradient(chunk, values))
+            both.of_bias = both.of_bias + added.sum(1)
+    loss = torch.stack(losses).sum() * (both.count / both.here) / count
+    if not gradients:
+        return loss, None
+    for chunk in both.texts:
+        both.texts.add_gradient(chunk, gradient(chunk, signed(chunk)))
+    return loss, both.gradients(count)
 
 
 def _clip(
-    chunks: _Chunks, count: torch.Tensor | int, *, gradients: bool
+    both: _Both, count: torch.Tensor | int, *, gradients: bool
 ) -> tuple[torch.Tensor, Pairs | None]:
     """Return the mean of the cross-entropies of images' texts among all texts, and of texts' images
     among all images.
 
-    A first pass over the chunks finds the sums that softmax divides by, a second one computes the
-    gradients.
+    A first pass over the chunks of each side finds the sums that softmax divides by, a second one
+    computes the gradients.
     """
-    by_image, by_text, matching = [], [], []
-    for chunk in chunks:
-        logits = _without_absent(chunk)
-        matching.append(logits.where(chunk.matches, 0.0).sum())
-        by_image.append(logits.logsumexp(1))
-        by_text.append(chunks.logsumexp_of_images(logits))
-    of_images = torch.stack(by_image).logsumexp(0)
-    of_all_texts = torch.cat(by_text)
-    if chunks.padded:
-        of_images = of_images.where(of_images > _ABSENT / 2, 0.0)
-        of_all_texts = of_all_texts.where(of_all_texts > _ABSENT / 2, 0.0)
-    here = of_images.sum() - 2 * torch.stack(matching).sum()
-    loss = (here * (chunks.replicas / chunks.here) + of_all_texts.sum()) / (2 * count)
+    sums = {side: side.logsumexp() for side in (both.images, both.texts)}
+    matching = [chunk.existing().where(chunk.matches, 0.0).sum() for chunk in both.images]
+    here = sum(each.sum() for each in sums.values()) - 2 * torch.stack(matching).sum()
+    loss = here * (both.count / both.here) / (2 * count)
     if not gradients:
         return loss, None
-    for chunk, of_texts in zip(chunks, by_text, strict=True):
-        logits = _without_absent(chunk)
-        both = (logits - of_images[:, None]).exp() + (logits - of_texts).exp()
-        chunks.add_gradient(chunk, torch.where(chunk.matches, both - 2, both) / 2)
-    return loss, chunks.gradients(count)
-
-
-def _without_absent(chunk: _Chunk) -> torch.Tensor:
-    return chunk.logits if chunk.absent is None else chunk.logits.masked_fill(chunk.absent, _ABSENT)
+    for side, other in ((both.images, both.texts), (both.texts, both.images)):
+        own_sums, all_sums = sums[side][:, None], both.of_all(both.by_replica(sums[other]))
+        for chunk, other_sums in zip(side, all_sums, strict=True):
+            logits = chunk.existing()
+            shares = (logits - own_sums).exp() + (logits - other_sums).exp()
+            side.add_gradient(chunk, torch.where(chunk.matches, shares - 2, shares) / 2)
+    return loss, both.gradients(count)
 
 
 # -- The loss of embeddings in a graph -------------------------------------------------------------

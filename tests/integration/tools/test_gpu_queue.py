@@ -1,5 +1,6 @@
 """The queue of measurements on a GPU: rehearsed on the CPU with small models."""
 
+import importlib.util
 import json
 import shlex
 import time
@@ -16,6 +17,8 @@ NOT_ON_CPU = {
     "fp8": "--fp8 requires CUDA",
     "cudagraph": "cudagraph requires CUDA",
 }
+if not importlib.util.find_spec("open_clip"):  # its own environment has it
+    NOT_ON_CPU["open_clip"] = "open_clip's step requires open_clip_torch"
 STEPS = [name for name, row in ROWS.items() if "gpu_step" in row.command]
 
 

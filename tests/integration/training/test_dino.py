@@ -417,6 +417,7 @@ def test_a_head_without_a_loss_is_not_updated_in_passes(tmp_path):
         ("--koleo_group 3", "--koleo_group 3 does not divide the 8 images per device and pass"),
         ("--grad_accum_steps 8", "the KoLeo loss compares images, but a device has only one per"),
         ("--grad_ckpt auto", "--objective dino is incompatible with --grad_ckpt auto"),
+        ("--model_ema", "--objective dino is incompatible with --model_ema (its teacher is an EMA"),
         ("--color_jitter 0.4", "--color_jitter 0.4 has no effect with --objective dino"),
         ("--scale 0.5 1", "--objective dino uses --global_crops_scale instead of --scale"),
         ("--ckpt_best", "--ckpt_best requires a validation loss"),

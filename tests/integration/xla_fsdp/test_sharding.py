@@ -5,9 +5,10 @@ import json
 import pytest
 
 from tests.references.plain_training import train_plain
-from tests.support.cli import TINY_MODEL, run_program, train_tiny
+from tests.support.cli import TINY_MODEL, run_program, tiny, train_tiny
 from tests.support.curves import assert_same_training
 from tests.support.marks import long
+from tools.compile_only.hlo import parse_module
 
 
 @pytest.mark.parametrize("devices", [long(2), 4])
@@ -56,6 +57,24 @@ def test_form_on_one_device(flags, tiny_on_xla, tmp_path):
 )
 def test_form_on_two_devices(flags, tiny_on_xla, tmp_path):
     assert_same_training(train_tiny(tmp_path, *flags.split(), devices=2), tiny_on_xla)
+
+
+@pytest.mark.long
+def test_attention_pooling_keeps_images_sharded(tmp_path):
+    """No device gets queries, keys or values, (images, heads, tokens, width), of all images."""
+    flags = "--global_pool map --max_steps 1 --eval_batches 0 --cpu_devices 4".split()
+    command = [str(tmp_path / "hlo"), *tiny(tmp_path / "run"), *flags]
+    done = run_program("-m", "tests.fakes.dumped_hlo", *command, warm=False)
+    assert done.returncode == 0, done.stderr
+    gathered = {
+        each.shape.partition("{")[0]
+        for path in (tmp_path / "hlo").glob("*after_optimizations.txt")
+        for instructions in parse_module(path.read_text())[0].values()
+        for each in instructions
+        if each.opcode == "all-gather"
+    }
+    assert "f32[96,32]" in gathered  # a weight
+    assert not [shape for shape in gathered if shape.count(",") > 2]
 
 
 def test_same_as_plain_pytorch_and_timm(tiny_on_xla, tmp_path):

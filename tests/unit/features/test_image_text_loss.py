@@ -1,11 +1,13 @@
 """The losses of images and texts: equal to plain formulas in fp64, whatever the chunks; memory."""
 
-import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from data.batch import PADDING
 from features.image_text.loss import Pairs, contrast, rows_of_chunk
@@ -13,7 +15,7 @@ from features.image_text.loss import Pairs, contrast, rows_of_chunk
 pytestmark = pytest.mark.fast
 
 WIDTH = 24
-SAME = SimpleNamespace(all_gather=lambda x: x, reduce_scatter=lambda x: x)
+SAME = SimpleNamespace(all_gather=lambda x: x)
 """All replicas in one process."""
 
 
@@ -55,10 +57,12 @@ def expected(kind, pairs, factor=1.0):
 def assert_same(kind, pairs, found):
     loss, gradients = found
     whole, parts = expected(kind, pairs)
-    torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)
+    # Logits near 100 have a spacing of 8e-6.
+    tolerance = 1e-6 if pairs.scale.max() < 64 else 4e-6
+    torch.testing.assert_close(loss.double(), whole, rtol=tolerance, atol=0)
     images, texts, scale, bias = (x.double() for x in gradients)
     for given, wanted in ((images.flatten(0, 1), parts[0]), (texts.flatten(0, 1), parts[1])):
-        assert (given - wanted).norm() < 1e-6 * wanted.norm()
+        assert (given - wanted).norm() < tolerance * wanted.norm()
     torch.testing.assert_close(scale.sum(), parts[2], rtol=2e-6, atol=1e-9)
     torch.testing.assert_close(bias.sum(), parts[3], rtol=2e-6, atol=1e-6)
 
@@ -106,28 +110,52 @@ def test_chunks_stay_small_for_any_batch():
             assert 1 <= rows <= each
 
 
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that exist at the same time, of those made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self._add(each.untyped_storage())
+        return result
+
+    def _add(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _drop(self, key, size):
+        del self._alive[key]
+        self.now -= size
+
+
+def held(kind, replicas, each, chunk_bytes):
+    """The peak bytes of a loss in a process with one of several replicas."""
+    pairs = drawn(1, each, 10.0, -10.0)
+    ids = torch.arange(each, dtype=torch.int32)[None]
+    one_of = SimpleNamespace(all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous())
+    count = replicas * each
+    with Held() as mode:
+        contrast(kind, pairs, ids, count, one_of, chunk_bytes=chunk_bytes)
+    return mode.peak
+
+
 @pytest.mark.parametrize("kind", PLAIN)
-def test_no_tensor_is_as_large_as_the_matrix(kind):
-    """Tensors grow with the pairs of a replica, not with their square."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for each in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(each, torch.Tensor):
-                    self.elements = max(self.elements, each.numel())
-            return result
-
-    largest = {}
-    for each in (256, 512, 1024):
-        pairs = drawn(1, each, 10.0, -10.0)
-        ids = torch.arange(each, dtype=torch.int32)[None]
-        with Largest() as mode:
-            contrast(kind, pairs, ids, each, SAME, chunk_bytes=2**18)
-        largest[each] = mode.elements
-    assert 4 * largest[1024] <= 2**18
-    assert largest[1024] < 1024**2 / 16
-    assert math.isclose(largest[256], largest[1024], rel_tol=0.5)
+def test_memory_grows_with_the_pairs_of_a_replica(kind):
+    """And with neither their square, nor the pairs of all replicas."""
+    chunk = 2**18
+    few, more, most = (held(kind, 4, each, chunk) for each in (256, 512, 1024))
+    assert more < 2.1 * few
+    assert most < 2.1 * more
+    among_many, logits = held(kind, 32, 1024, chunk), 4 * 1024 * 32 * 1024
+    # Numbers of pairs and sums are those of all texts, 4 bytes each.
+    assert among_many < most + 2 * chunk + 4 * 4 * 32 * 1024
+    assert among_many < logits / 32

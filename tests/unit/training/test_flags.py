@@ -233,8 +233,8 @@ def test_words_of_rules():
     assert rule_broken(mixup=0.8, objective="mae") == (
         "--mixup 0.8 requires --objective classify, not mae"
     )
-    assert rule_broken(model_ema=True, objective="dino") == (
-        "--model_ema requires --objective classify or --objective mae"
+    assert rule_broken(segment_probe_every=5) == (
+        "--segment_probe_every 5 requires --segment_dir or --data_source mosaics"
     )
     assert rule_broken(shard_on_cpu=True, run_without_fsdp=True, xla_fsdp="nested") == (
         "--shard_on_cpu is incompatible with --run_without_fsdp: drop one of the two"

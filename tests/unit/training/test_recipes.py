@@ -34,6 +34,10 @@ PARAMETERS = {
     "mae_vit_l16": 329_541_888 - 197 * 512,
     "mae_vit_h14": 657_074_508 - 257 * 512,
     "mae_vit_l16_finetune": 304_326_632,
+    # As published: open_clip's docs/openclip_results.csv, in millions; transformers' models.
+    "clip_b16": 149_620_737,
+    "siglip_b16": 203_155_970,
+    "siglip_so400m": 877_360_306 + 48 * 1152,  # 64 tokens, not 16
     "vit_10b": 10_077_917_160,
     "vit_l16_finetune": 304_763_880,
     "vit_s16_imagenet_90ep": 22_050_664 - 2 * 384,  # no class token, and no position of it
