@@ -11,6 +11,7 @@ Embeddings are exchanged in fp32: they are small beside the weights of towers th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -70,6 +71,16 @@ def contrast(
     """
     both = _Both(pairs, ids, replicas, padded=padded, chunk_bytes=chunk_bytes)
     return (_siglip if kind == "siglip" else _clip)(both, count, gradients=gradients)
+
+
+def loss_by_chance(kind: str, pairs: int) -> float:
+    """Return the smallest loss of so many ``pairs``, 2 or more, if all similarities are equal.
+
+    Each softmax of CLIP is then 1 / pairs. SigLIP's best logit gives each pair that probability.
+    """
+    if kind == "clip":
+        return math.log(pairs)
+    return math.log(pairs) - (pairs - 1) * math.log1p(-1 / pairs)
 
 
 class _Chunk(NamedTuple):

@@ -16,7 +16,7 @@ from torch import nn
 
 from data.batch import Batch
 from features.image_text.config import ImageTextConfig
-from features.image_text.loss import Pairs, WithGradients, contrast, rows_of_chunk
+from features.image_text.loss import Pairs, WithGradients, contrast, loss_by_chance, rows_of_chunk
 from features.image_text.measures import PairRetrieval
 from features.image_text.model import MAX_LOGIT_SCALE, Embedded, ImageTextSpec
 from training.backend import Backend
@@ -61,6 +61,8 @@ class ImageTextPairs(Objective):
             + (f", {locked} tower locked" if locked else "")
             + f"; {replicas * rows} of {data.batch_size} texts compared at a time"
         )
+        chance = loss_by_chance(self._kind, data.batch_size)
+        say(f"objective: a loss of {chance:.2f} is chance: no pair differs from another")
         if data.grad_accum_steps > 1:
             say(
                 f"objective: --grad_accum_steps {data.grad_accum_steps} compares all pairs of the "

@@ -252,7 +252,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "text_width": "--text_width 16",
         "text_heads": "--text_heads 2",
         "text_length": "--text_length 6",
-        "text_vocab_size": "--text_vocab_size 40",
+        "text_vocab_size": "--text_vocab_size 300",
     }
     by_value: dict[str, dict[str, str]] = {
         "--data_source webdataset": {"data_dir": f"--data_dir {folder}/shards"},
@@ -286,23 +286,13 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         "--objective clip": pairs,
         f"--labels {folder}/images.csv": photographs,
         f"--zero_shot {DIGITS}": {
-            "text_vocab_size": "--text_vocab_size 300",
             "tokenizer": "--tokenizer bytes",
-        },
-        **{
-            typed: {"text_vocab_size": "--text_vocab_size 300"}
-            for typed in (
-                "--tokenizer bytes",
-                "--tokenizer_checksum bytes",
-                "--caption_key caption",
-            )
         },
         "--data_source captioned_mosaics": pairs
         | {
             "data_source": "--data_source captioned_mosaics",
             "objective": "--objective siglip",
             "tokenizer": "--tokenizer bytes",
-            "text_vocab_size": "--text_vocab_size 300",
         },
         "--logit_adjustment 0.5": photographs,
         "--logit_adjustment 1": photographs,

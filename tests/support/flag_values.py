@@ -71,7 +71,7 @@ def lines_of(own, data, resolve, refused, fields=None, base=BASE, form=()):
         and all(each.words.get(field, base[field]) == base[field] for field in form)
     ]
     lines, complaints = command_lines(values, complaint_of(resolve), base)
-    assert not complaints
+    assert not complaints, complaints
     return [" ".join(line).split() for line in lines]
 
 

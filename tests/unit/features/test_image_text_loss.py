@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.batch import PADDING
-from features.image_text.loss import Pairs, contrast, rows_of_chunk
+from features.image_text.loss import Pairs, contrast, loss_by_chance, rows_of_chunk
 
 pytestmark = pytest.mark.fast
 
@@ -146,6 +146,15 @@ def held(kind, replicas, each, chunk_bytes):
     with Held() as mode:
         contrast(kind, pairs, ids, count, one_of, chunk_bytes=chunk_bytes)
     return mode.peak
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("pairs", [2, 128])
+def test_the_loss_by_chance_is_the_least_without_similarities(pairs, kind):
+    nothing = torch.zeros(pairs, WIDTH, dtype=torch.float64)
+    biases = torch.linspace(-10, 5, 3001, dtype=torch.float64)
+    least = min(PLAIN[kind](nothing, nothing, 1.0, bias) for bias in biases)
+    assert loss_by_chance(kind, pairs) == pytest.approx(least.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
