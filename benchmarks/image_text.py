@@ -13,7 +13,7 @@ combinations, of which 54 of the 134 have a twin with the same words. Among text
 words, a model of bags of words can only guess, so it finds the right one with probability 1 / their
 number. The best recall of any such model follows from the captions alone.
 
-The tables have percentages, the mean and, in parentheses, the minimum and maximum of the seeds.
+The table has percentages: the mean and, in parentheses, the minimum and maximum of the seeds.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import run_vit_training
 import training.train  # noqa: F401 - once, for all runs
-from benchmarks.common import ROOT, commit, markdown
+from benchmarks.common import ROOT, commit, last_json, markdown
 from config_fields import local_path
 from data.config import DataConfig
 from data.source import DatasetRequest
@@ -48,6 +48,7 @@ from features.image_text.captioned_mosaics import CaptionedSplit, Scene, scenes_
 
 WAYS = ("captions", "bags of words")
 RANKS = (1, 5, 10)
+IMAGES_OF_CLASS = 10
 MODEL = (
     f"@{ROOT}/recipes/digits_siglip.args --backend cuda --num_workers 0 --data_source folder "
     "--ckpt_epoch_interval 1000"
@@ -57,19 +58,22 @@ MODEL = (
 # -- the data set ------------------------------------------------------------------------
 
 
-def bag_of_words(text: str) -> str:
-    """Return the words of a text in alphabetical order."""
-    return " ".join(sorted(re.findall(r"\w+", text)))
-
-
 def write_pairs(folder: Path) -> None:
     """Write the images of the recipe, and a table of captions for each of ``WAYS``; in ``scenes``,
-    one image of every combination, by the hands of validation."""
+    one image of every combination, and in ``classes`` ten images of each held-out one, both with
+    digits by the hands of validation."""
     held_out, others = scenes_of("val"), scenes_of("train")
     _write_split(folder, "train", "train", others)
     _write_split(folder, "val", "val", held_out)
     _write_split(folder / "scenes", "train", "val", others, captions=1)
     _write_split(folder / "scenes", "val", "val", held_out, captions=1)
+    images = opened("val", held_out * IMAGES_OF_CLASS)
+    for number in range(len(images)):
+        save(images, number, folder / f"classes/val/{number % len(held_out):03}/{number:05}.png")
+    for way in WAYS:
+        names = "".join(f"{text(way, scene.captions[0])}\n" for scene in held_out)
+        (folder / "classes" / f"{file_name(way)}.txt").write_text(names, encoding="utf-8")
+    (folder / "classes" / "prompts.txt").write_text("{}\n", encoding="utf-8")
 
 
 def _write_split(
@@ -77,28 +81,45 @@ def _write_split(
 ) -> None:
     """``digits_of``: the split whose digits are in the images; ``captions``: how many captions of
     an image to write, if not all."""
-    request = DatasetRequest(DataConfig(), channels=3, size=(24, 24), num_classes=0, seed=0)
-    split = CaptionedSplit(request, digits_of, lambda image: {}, scenes)
-    (folder / name).mkdir(parents=True)
+    split = opened(digits_of, scenes)
     for way in WAYS:
-        table = folder / f"{way.replace(' ', '_')}.csv"
-        is_new = not table.exists()
+        table = folder / f"{file_name(way)}.csv"
+        rows = [
+            [f"{name}/{number:05}.png", name, text(way, caption)]
+            for number in range(len(split))
+            for caption in split.value(number, "caption")[:captions]
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        head = [] if table.exists() else [["path", "split", "caption"]]
         with open(table, "a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            if is_new:
-                writer.writerow(["path", "split", "caption"])
-            for number in range(len(split)):
-                for text in split.value(number, "caption")[:captions]:
-                    words = text if way == WAYS[0] else bag_of_words(text)
-                    writer.writerow([f"{name}/{number:05}.png", name, words])
+            csv.writer(file).writerows(head + rows)
     for number in range(len(split)):
-        pixels = split.open(number).pixels()
-        Image.fromarray(pixels).save(folder / name / f"{number:05}.png", compress_level=1)
+        save(split, number, folder / name / f"{number:05}.png")
+
+
+def opened(split: str, scenes: Sequence[Scene]) -> CaptionedSplit:
+    """Return the mosaics of the recipe, with digits of this split."""
+    request = DatasetRequest(DataConfig(), channels=3, size=(24, 24), num_classes=0, seed=0)
+    return CaptionedSplit(request, split, lambda image: {}, scenes)
+
+
+def save(split: CaptionedSplit, number: int, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(split.open(number).pixels()).save(path, compress_level=1)
+
+
+def file_name(way: str) -> str:
+    return way.replace(" ", "_")
+
+
+def text(way: str, caption: str) -> str:
+    """Return what a way reads of a caption: all of it, or its words in alphabetical order."""
+    return caption if way == WAYS[0] else " ".join(sorted(re.findall(r"\w+", caption)))
 
 
 def table_of(data: Path, way: str) -> list[str]:
     """Return the flags that read the images and captions of a way."""
-    return ["--data_dir", str(data), "--labels", str(data / f"{way.replace(' ', '_')}.csv")]
+    return ["--data_dir", str(data), "--labels", str(data / f"{file_name(way)}.csv")]
 
 
 # -- one run -----------------------------------------------------------------------------
@@ -117,12 +138,15 @@ class Figures:
     """Recall at ``RANKS`` of the held-out captions among the held-out images."""
     image_to_any_text: list[float]
     """Recall at ``RANKS`` among the captions of all combinations."""
+    zero_shot: float
+    """Accuracy of the zero-shot classification of new images of the held-out combinations."""
     twins: float
     """How often an image is nearer to its caption than to the one with the same words."""
 
 
-def run_program(*words: str) -> None:
-    """Run the program in a process that is forked from this one, which has imported PyTorch."""
+def run_program(*words: str) -> str:
+    """Run the program in a process that is forked from this one, which has imported PyTorch; return
+    its output."""
 
     def run() -> None:
         os.dup2(log.fileno(), 1)
@@ -133,9 +157,11 @@ def run_program(*words: str) -> None:
         process = multiprocessing.get_context("fork").Process(target=run)
         process.start()
         process.join()
-        if process.exitcode:
-            log.seek(0)
-            sys.exit(f"run_vit_training.py {' '.join(words)}\n{log.read()}")
+        log.seek(0)
+        output = log.read()
+    if process.exitcode:
+        sys.exit(f"run_vit_training.py {' '.join(words)}\n{output}")
+    return output
 
 
 def measure(data: Path, way: str, seed: int, epochs: int) -> Figures:
@@ -143,28 +169,31 @@ def measure(data: Path, way: str, seed: int, epochs: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         run, features = f"{folder}/run", Path(folder) / "features"
         length = ["--num_epochs", str(epochs), "--test_epoch_interval", "1000"]
-        run_program(
-            *MODEL, *table_of(data, way), *length, "--seed", str(seed), "--ckpt_dir", run
-        )
+        run_program(*MODEL, *table_of(data, way), *length, "--seed", str(seed), "--ckpt_dir", run)
+        trained = [*MODEL, *table_of(data / "scenes", way), "--resume", run]
         kinds = ["--without_labels", "--features_of", "image_embedding", "text_embedding"]
-        run_program(
-            *MODEL, *table_of(data / "scenes", way), "--resume", run, "--features", str(features),
-            *kinds,
-        )  # fmt: skip
+        run_program(*trained, "--features", str(features), *kinds)
         images, texts = embeddings(features)
-    bags = bags_of_scenes(way)
-    held_out = len(scenes_of("val"))
-    few, all_texts = slice(held_out), slice(None)
-    ranks_of_texts = [ranked(images[few] @ texts[each].T, bags[each]) for each in (few, all_texts)]
-    # The images of texts with the same words are different, so none are equally similar.
+        classes = data / "classes"
+        names = ["--class_names", str(classes / f"{file_name(way)}.txt")]
+        names += ["--prompts", str(classes / "prompts.txt")]
+        evaluated = run_program(
+            *trained, "--eval_only", "--json", "--zero_shot", str(classes), *names
+        )
+    bags, held_out = bags_of_scenes(way), len(scenes_of("val"))
+    queries = images[:held_out]
+    # Images of texts with the same words are different, so none are equally similar.
     alone = np.arange(held_out)
-    ranks_of_images = ranked(texts[few] @ images[few].T, alone)
-    twin = twins()
     return Figures(
-        way, seed, epochs,
-        recalls(*ranks_of_texts[0]), recalls(*ranks_of_images), recalls(*ranks_of_texts[1]),
-        preferred(images, texts, bags, twin),
-    )  # fmt: skip
+        way=way,
+        seed=seed,
+        epochs=epochs,
+        image_to_text=recalls(*ranked(queries @ texts[:held_out].T, bags[:held_out])),
+        text_to_image=recalls(*ranked(texts[:held_out] @ queries.T, alone)),
+        image_to_any_text=recalls(*ranked(queries @ texts.T, bags)),
+        zero_shot=last_json(evaluated)["val_top1"],
+        twins=preferred(images, texts, bags, twins()),
+    )
 
 
 def embeddings(folder: Path) -> list[np.ndarray]:
@@ -185,8 +214,7 @@ def bags_of_scenes(way: str) -> np.ndarray:
     """Return a number for the text of every combination, those held out first: of bags of words,
     the same for texts with the same words."""
     texts = [scene.captions[0] for scene in scenes_of("val") + scenes_of("train")]
-    words = texts if way == WAYS[0] else [*map(bag_of_words, texts)]
-    return np.unique(words, return_inverse=True)[1]
+    return np.unique([text(way, each) for each in texts], return_inverse=True)[1]
 
 
 def twins() -> dict[int, int]:
@@ -231,42 +259,45 @@ def preferred(
 
 
 def ceiling() -> list[list[float]]:
-    """Return the best recalls of any model of bags of words: every wrong bag is less similar than
-    the right one, but texts with the same words are equal."""
+    """Return the best figures of any model of bags of words, in the order of the table: every wrong
+    bag is less similar than the right one, but texts with the same words are equal."""
     bags = bags_of_scenes(WAYS[1])
     held_out = len(scenes_of("val"))
-    found = []
-    for candidates in (bags[:held_out], bags):
-        equal = (candidates[None] == bags[:held_out, None]).sum(1)
-        found.append(recalls(np.zeros(held_out), equal))
-    return [found[0], found[0], found[1], [50.0]]
+    few, every = (
+        recalls(np.zeros(held_out), (candidates[None] == bags[:held_out, None]).sum(1))
+        for candidates in (bags[:held_out], bags)
+    )
+    return [few, few, every, few[:1], [50.0]]
+
+
+def chance() -> list[list[float]]:
+    """Return the figures of guessing, in the order of the table."""
+    few, every = len(scenes_of("val")), len(bags_of_scenes(WAYS[0]))
+    recall = [[100 * rank / count for rank in RANKS] for count in (few, few, every)]
+    return [*recall, [100 / few], [50.0]]
 
 
 # -- the table ---------------------------------------------------------------------------
 
 
-def tables(runs: list[Figures]) -> list[str]:
+def table(runs: list[Figures]) -> list[str]:
     held_out, every = len(scenes_of("val")), len(bags_of_scenes(WAYS[0]))
-    chance = [
-        [100 * rank / candidates for rank in RANKS] for candidates in (held_out, held_out, every)
-    ]
-    columns = ["image_to_text", "text_to_image", "image_to_any_text", "twins"]
-    head = [f"image to {held_out} texts", f"text to {held_out} images", f"image to {every} texts"]
-    rows = [["way", *head, f"right one of two twins ({len(twins())})"]]
-    for way in dict.fromkeys(run.way for run in runs):
-        row = [way]
-        for name in columns:
-            values = [getattr(run, name) for run in runs if run.way == way]
-            if name == "twins":
-                row.append(spread(values))
-            else:
-                row.append(" / ".join(spread(each) for each in zip(*values, strict=True)))
+    rows = [["", *dict.fromkeys(run.way for run in runs), "any bag of words, at best", "chance"]]
+    at = "/".join(map(str, RANKS))
+    figures = {
+        f"image to {held_out} texts, recall@{at}": "image_to_text",
+        f"text to {held_out} images, recall@{at}": "text_to_image",
+        f"image to {every} texts, recall@{at}": "image_to_any_text",
+        f"zero-shot, {held_out} classes, top-1": "zero_shot",
+        f"the right one of two twins ({len(twins())} images)": "twins",
+    }
+    for (title, name), best, guessed in zip(figures.items(), ceiling(), chance(), strict=True):
+        row = [title]
+        for way in rows[0][1:-2]:
+            values = [np.atleast_1d(getattr(run, name)) for run in runs if run.way == way]
+            row.append(", ".join(spread(each) for each in zip(*values, strict=True)))
+        row += [", ".join(f"{value:.1f}" for value in cell) for cell in (best, guessed)]
         rows.append(row)
-    for name, figures in (
-        ("any bag of words, at best", ceiling()),
-        ("chance", [*chance, [50.0]]),
-    ):
-        rows.append([name, *(" / ".join(f"{each:.1f}" for each in cell) for cell in figures)])
     return markdown(rows)
 
 
@@ -299,7 +330,7 @@ def main() -> None:
             if options.json:
                 figures = {"commit": name, "runs": [*map(asdict, runs)]}
                 options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(tables(runs)))
+    print("\n".join(table(runs)))
 
 
 if __name__ == "__main__":
