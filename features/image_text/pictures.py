@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIDE = 96
 """The longest side of an image in a picture, in pixels."""
-_NAME, _LINE = 30, 56
+_NAME, _LINE = 36, 56
 """The longest text below the matrix, and in a line of ``nearest_figure``, in characters."""
 _OWN_LINES = 2
 """The largest number of lines of an image's own text in ``nearest_figure``."""
@@ -54,7 +54,7 @@ def similarity_figure(
     figure.colorbar(drawn, label="cosine similarity", shrink=0.7)
     low, high = drawn.get_clim()
     for (row, column), value in np.ndenumerate(similarities):
-        color = "white" if value - low > 0.55 * (high - low) else "black"
+        color = "white" if value - low > 0.7 * (high - low) else "black"
         weight = "bold" if row == column else "normal"
         text = f"{value:.2f}"
         axis.text(

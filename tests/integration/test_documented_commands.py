@@ -271,6 +271,12 @@ RUN: dict[str, Run] = {
         long=True,
         shorter="--seeds 1 --epochs 1 --digits 160 --steps 1 --repeats 1",
     ),
+    "python benchmarks/image_text.py": Run(
+        (r"^\| image to 134 texts, recall@1/5/10 \| [\d.]+ ", r"^\| the right one of two twins "),
+        leaves=("image_text.json",),
+        long=True,
+        shorter="--seeds 1 --epochs 1",
+    ),
     "python3 run_vit_training.py --use_ema": Run((r"top-5: [\d.]+ %$",), trained=True, long=True),
     "python3 run_vit_training.py --self_check --fake_data": Run(
         (r"^pass  checkpoint read ", r"^self check passed: 13 checks, "), long=True

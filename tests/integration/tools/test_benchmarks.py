@@ -243,3 +243,30 @@ def test_native_resolution(tmp_path):
         (native,), (square,) = step["native"], step["square"]
         row = f"| fsdp2 | {step['tokens']} | {native:.3f} | {square:.3f} | {native / square:.2f} |"
         assert row in done.stdout
+
+
+@pytest.mark.long
+def test_image_text(tmp_path):
+    """One epoch of both ways: the table has the figures of the JSON, captions are learned, and
+    nothing in bags of words tells twins apart."""
+    rows = tmp_path / "rows.json"
+    command = "benchmarks/image_text.py --seeds 1 --epochs 1 --json".split()
+    done = run_program(*command, str(rows), warm=False)
+    assert done.returncode == 0, done.stderr
+    captions, bags = json.loads(rows.read_text())["runs"]
+    assert [captions["way"], bags["way"]] == ["captions", "bags of words"]
+    for name in ("image_to_text", "text_to_image", "image_to_any_text"):
+        assert captions[name] == sorted(captions[name])
+    assert captions["image_to_text"][2] > 50 < bags["image_to_text"][2]
+    assert captions["image_to_text"][0] >= captions["image_to_any_text"][0]
+    assert bags["twins"] == 50
+    table = {line.split(" | ")[0].strip("| "): line for line in done.stdout.splitlines()}
+    # Of the 134 one pair has the same words; of all 670, 54 of the 134 are in a pair.
+    best = f"{100 * (132 + 2 / 2) / 134:.1f}, 100.0, 100.0 | 0.7, 3.7, 7.5 |"
+    assert table["image to 134 texts, recall@1/5/10"].endswith(best)
+    best = f"{100 * (80 + 54 / 2) / 134:.1f}, 100.0, 100.0 | 0.1, 0.7, 1.5 |"
+    assert table["image to 670 texts, recall@1/5/10"].endswith(best)
+    shown = {"zero_shot": "zero-shot, 134 classes, top-1"}
+    shown["twins"] = "the right one of two twins (54 images)"
+    for name, row in shown.items():
+        assert f"| {captions[name]:.1f} ({captions[name]:.1f} to " in table[row]

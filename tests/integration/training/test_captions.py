@@ -2,12 +2,22 @@
 on another number of devices; pairs that are left out."""
 
 import csv
+import re
 
 import pytest
 from transformers import CLIPTokenizer
 
 from tests.fakes.hub_server import HubServer, Repository
-from tests.support.cli import DIGITS, TINY_MODEL, TINY_RUN, run_program, train_tiny_gpu
+from tests.support.cli import (
+    DIGITS,
+    TINY_MODEL,
+    TINY_RUN,
+    Result,
+    run_program,
+    tiny,
+    train_tiny,
+    train_tiny_gpu,
+)
 from tests.support.pairs import SOURCE
 from tests.support.tokenizer_files import save_clip_tokenizer
 from tests.support.usage_error import told_in_one_line
@@ -80,6 +90,34 @@ def test_it_continues_with_the_copy_on_another_number_of_devices(made, run, tmp_
         moved.rename(made / "tokenizer")
     assert resumed.column("loss") == pytest.approx(run.column("loss")[3:], rel=2e-5)
     assert (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.long
+def test_killed_in_the_middle_of_an_epoch(tmp_path, monkeypatch):
+    """The recipe of make train-siglip, with a smaller model: bit for bit as if it had not been
+    killed, on both backends; FSDP2 continues the checkpoint of XLA."""
+    recipe = ["@recipes/digits_siglip.args", *TINY_MODEL, "--image_size", "24", *TOWER]
+    recipe += "--batch_size 16 --text_length 36 --max_steps 10 --ckpt_step_interval 3".split()
+    monkeypatch.setenv("SIGNAL_AT", "0 8 SIGKILL")
+    wholes = {}
+    for train, devices in (
+        (train_tiny, ["--cpu_devices", "2"]),
+        (train_tiny_gpu, ["--backend", "cuda"]),
+    ):
+        folder = tmp_path / train.__name__
+        whole = wholes[train] = train(folder / "whole", *recipe, *devices)
+        killed = ["-m", "tests.fakes.signal_at_step", *tiny(folder / "killed"), *recipe, *devices]
+        assert run_program(*killed).returncode != 0
+        assert max(Result(folder / "killed").steps) < 8
+        resumed = train(folder / "killed", *recipe, *devices)
+        # The checkpoint of step 3 is complete as soon as that of step 6 is begun.
+        assert re.search(r"resuming \S+/step_([36]) at step \1, ", resumed.stdout)
+        for name in ("loss", "grad_norm", "logit_scale", "logit_bias"):
+            assert resumed.column(name) == whole.column(name)
+        assert len(resumed.column("loss")) == 10
+    checkpoint = str(wholes[train_tiny].ckpt_dir / "step_3")
+    other = train_tiny_gpu(tmp_path / "other", *recipe, "--resume", checkpoint)
+    assert other.column("loss") == pytest.approx(wholes[train_tiny].column("loss")[3:], rel=2e-5)
 
 
 def test_another_tokenizer_is_one_line(made, run, tmp_path, capsys):

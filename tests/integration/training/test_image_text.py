@@ -52,6 +52,7 @@ def assert_same(result, expected):
     for name in ("loss", "grad_norm"):
         assert result.column(name) == pytest.approx(expected[name], rel=2e-5)
     assert "Involuntary full rematerialization" not in result.stderr
+    assert "new compilation" not in result.stdout
 
 
 @pytest.mark.parametrize(
