@@ -245,10 +245,7 @@ class ImageTextModel(VisionTransformer):
         # Above the limit the gradient passes, too: the scale can become smaller again.
         scale = self.logit_scale.float().exp()
         scale = scale + (scale.clamp(max=self.max_scale) - scale).detach()
-        bias = torch.zeros_like(scale)
-        if self.logit_bias is not None:
-            # Not a view of the parameter: of that, XLA would compile the second step anew.
-            bias = bias + self.logit_bias.float()
+        bias = torch.zeros_like(scale) if self.logit_bias is None else self.logit_bias.float()
         return Embedded(
             None if images is None else self.image_embeddings(images),
             None if texts is None else self.text_embeddings(texts),

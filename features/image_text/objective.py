@@ -100,6 +100,7 @@ class ImageTextPairs(Objective):
         else:
             detached = Pairs(*(each.detach() for each in pairs))
             loss, gradients = self._loss(detached, self._ids(batch["position"]))
+        # Stacked first: XLA computes the mean of a view of a parameter by another graph in step 1.
         self._parts.append(torch.stack([pairs.scale.detach(), pairs.bias.detach()]).mean((1, 2)))
         return WithGradients.apply(loss, gradients, *pairs)
 

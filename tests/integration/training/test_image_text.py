@@ -84,9 +84,7 @@ def test_siglip_on_gpus(processes, flags, siglip, tmp_path):
     ],
 )
 def test_siglip_on_xla(devices, flags, siglip, tmp_path):
-    result = train_tiny(tmp_path, *PAIR_FLAGS, *flags.split(), devices=devices)
-    assert_same(result, siglip)
-    assert "new compilation" not in result.stdout
+    assert_same(train_tiny(tmp_path, *PAIR_FLAGS, *flags.split(), devices=devices), siglip)
 
 
 @pytest.mark.long
