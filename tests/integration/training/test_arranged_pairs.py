@@ -91,3 +91,19 @@ def test_training_is_a_loop_over_images(form, train, more, pairs, plain, tmp_pat
         assert result.column("images") == expected["images"]
     elif form == "schedule":
         assert "image size of each step drawn at random from 8 x 8, 16 x 16" in result.stdout
+
+
+@pytest.mark.long
+def test_one_graph_and_a_resume_in_mid_epoch(pairs, tmp_path):
+    """Sequences with other numbers of images in each step: bit-identical, and nothing compiles
+    after the first step."""
+    more = "--max_steps 8 --num_epochs 9 --side_scale 0.5 1.2 --patch_drop_rate 0.3".split()
+    more += "--eval_batches 0 --test_epoch_interval 100".split()
+    flags = [*pairs, *FORMS["sequences"].split(), *more]
+    whole = train_tiny(tmp_path / "whole", *flags, devices=2)
+    assert len({step["compilations"] for number, step in whole.steps.items() if number > 1}) == 1
+    assert len({*whole.column("images")}) > 1
+    train_tiny(tmp_path / "parts", *flags, "--max_steps", "4", devices=2)
+    parts = train_tiny(tmp_path / "parts", *flags, devices=2)
+    for name in ("loss", "grad_norm", "logit_scale", "images"):
+        assert parts.column(name) == whole.column(name)
