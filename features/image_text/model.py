@@ -240,7 +240,7 @@ class ImageTextModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         added = {"text_embed.weight", "text_pos_embed", "logit_scale", "logit_bias"}
-        return super().no_weight_decay() | added
+        return super().no_weight_decay() | added  # type: ignore[misc]
 
     def forward(self, pairs: Any) -> Any:
         """Return the ``Embedded`` of images, as the image tower takes them, such as (pairs,
@@ -251,7 +251,7 @@ class ImageTextModel(nn.Module):
         images, texts = pairs
         of_images = None if images is None else self.image_embeddings(images)
         of_texts = None if texts is None else self.text_embeddings(texts)
-        count = len(of_texts if of_images is None else of_images)
+        count = len(next(each for each in (of_images, of_texts) if each is not None))
         # Above the limit the gradient passes, too: the scale can become smaller again.
         scale = self.logit_scale.float().exp()
         scale = scale + (scale.clamp(max=self.max_scale) - scale).detach()
