@@ -296,7 +296,7 @@ class DataConfig:
         "the same size (docs/data.md) (default: the model's own size for all images)",
         kind=height_by_width,
         metavar="HxW",
-        requires=("data_source=folder|data_source=webdataset", "objective=classify"),
+        requires=("data_source=folder|data_source=webdataset",),
     )
     image_size_schedule: list[str] | None = flag(
         None,
@@ -309,7 +309,6 @@ class DataConfig:
         requires=(
             "data_source=folder|data_source=webdataset|data_source=parquet|"
             "data_source=huggingface|data_source=digits|data_source=mnist",
-            "objective=classify",
         ),
     )
     segment_dir: str | None = flag(

@@ -10,19 +10,20 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+import torch
 from PIL import Image
 
-from data.batch import Batch
+from data.batch import Batch, Field
 from data.config import Preprocessing
 from data.decode import OpenImage, Reading, open_image, read_raw
 from data.files import HEAD, BrokenImageError, DataFolderError
 from data.intensity import Intensity, MeasuredIntensity, RawImage, measure
 from data.raw_images import is_plain, is_plain_name
-from data.source import DatasetRequest, DataSource, Split, View
+from data.source import DatasetRequest, DataSource, Split, Value, View
 from data.transforms import TrainTransform, Transform, seeded, val_transform
 
 SampleTransform = Callable[[OpenImage], Batch]
@@ -58,9 +59,48 @@ class ImageView(View):
         return DataSource(name, splits)
 
 
+@dataclass(frozen=True)
+class ArrangedView(ImageView):
+    """What another view reads, its images in another arrangement, such as sizes or sequences."""
+
+    view: ImageView = field(default_factory=ImageView, kw_only=True)
+    """What is read of each image."""
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        return self.view.values
+
+    def fields_of(self, values: Mapping[str, Any], draw: Callable[[int], int]) -> Batch:
+        return self.view.fields_of(values, draw)
+
+    def check(self, request: DatasetRequest) -> None:
+        self.view.check(request)
+
+    def fields(
+        self, request: DatasetRequest, image_dtype: torch.dtype, *, is_train: bool
+    ) -> dict[str, Field]:
+        return self.view.fields(request, image_dtype, is_train=is_train)
+
+    def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
+        return self.view.transforms(request)
+
+    def arrange(
+        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
+    ) -> DataSource:
+        return self.view.arrange(request, name, splits)
+
+    def with_others(self, images: Any, batch: Batch) -> Any:
+        return self.view.with_others(images, batch)
+
+
+def as_image_view(view: View) -> ImageView:
+    """Return how encoded images are read: as the view says, or else whole."""
+    return view if isinstance(view, ImageView) else ImageView()
+
+
 def view_of_images(request: DatasetRequest) -> ImageView:
-    """Return how encoded images are read: as the request's view says, or else whole."""
-    return request.view if isinstance(request.view, ImageView) else ImageView()
+    """Return how the encoded images of a request are read."""
+    return as_image_view(request.view)
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,12 @@ class View:
         number of spatial dimensions of an image; ``constant`` replicates a small tensor on every
         device."""
         normalize = image_normalizer(mean, std, spatial, constant)
-        return lambda batch: normalize(batch["image"])
+        return lambda batch: self.with_others(normalize(batch["image"]), batch)
+
+    def with_others(self, images: Any, batch: Batch) -> Any:
+        """Return the model's input, given the part of it that is made of a batch's images: with
+        what else the model takes; by default the images alone."""
+        return images
 
 
 @dataclass(frozen=True)
@@ -404,7 +409,13 @@ class Split(Dataset):
         return Sample(self._declared(values, number), bad)
 
     def _load(self, number: int, epoch: int, index: int) -> Batch:
-        """Return what ``load_sample`` does, and the fields that the view makes of other values."""
+        """Return what ``load_sample`` does, and ``beside``."""
+        beside = self.beside(number, epoch, index)
+        return self.load_sample(number, epoch, index) | beside
+
+    def beside(self, number: int, epoch: int, index: int) -> Batch:
+        """Return the fields that the view makes of other values of image ``number`` than its
+        pixels, as a replacement for image ``index``. Raises BrokenImageError."""
         view = self.request.view
         values = {name: self.value(number, name) for name in view.values}
 
@@ -413,8 +424,7 @@ class Split(Dataset):
                 return 0
             return int(np.random.default_rng((self.seed, epoch, index)).integers(count))
 
-        fields = view.fields_of(values, draw) if values else {}
-        return self.load_sample(number, epoch, index) | fields
+        return view.fields_of(values, draw) if values else {}
 
     def _declared(self, values: Batch, number: int) -> Batch:
         """Return the declared fields of image ``number``. Raises DataFolderError if one is missing

@@ -65,8 +65,12 @@ def opener_of(config: RunConfig) -> Callable[[DatasetRequest], DataSource] | Non
 
 def view_of(run: Run, *, augment: bool) -> View:
     """Return what the run reads of an image; ``augment``: in training."""
-    views = (feature.view(run, augment=augment) for feature in run.config.active_features)
-    return next((view for view in views if view is not None), View())
+    active = run.config.active_features
+    views = (feature.view(run, augment=augment) for feature in active)
+    view = next((view for view in views if view is not None), View())
+    for feature in active:
+        view = feature.arranged(run, view, augment=augment)
+    return view
 
 
 def input_of(run: Run, constant: Constant) -> Callable[[Batch], Any]:

@@ -93,6 +93,9 @@ class Feature:
     objective: ClassVar[str] = ""
     """Module and class of the ``Objective`` (``training/objectives/base.py``) of runs with it, as
     "package.module:Class", imported on use; "": the same as without it."""
+    takes_arranged: ClassVar[bool] = False
+    """Whether the objective that it adds, and its part of the model, take images in the
+    arrangements of other features (``arranged``)."""
     sources: ClassVar[Mapping[str, Callable[[DatasetRequest], DataSource]]] = {}
     """Sources that it adds to the choices of ``--data_source``: the function that opens each."""
     optimizers: ClassVar[Mapping[str, str]] = {}
@@ -214,6 +217,13 @@ class Feature:
         """Return what is read of each image, with ``augment`` in training, otherwise in evaluation;
         None: the same as without it."""
         return None
+
+    def arranged(self, run: Run, view: View, *, augment: bool) -> View:
+        """Return the view that reads what ``view`` does, its images in another arrangement, such as
+        several sizes or sequences (``data.images.ArrangedView``); by default as they are.
+        ``augment``: see ``view``. Of objectives that features add, only those that declare
+        ``takes_arranged`` can be trained with it."""
+        return view
 
     def sampler(self, run: Run) -> Callable[..., GlobalBatchSampler] | None:
         """Return what orders the training images (``DatasetRequest.sampler``); None: the same as

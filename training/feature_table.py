@@ -70,6 +70,14 @@ def objective_feature(name: str) -> Any | None:
     return next(named, None)
 
 
+def arranged_objectives() -> list[str]:
+    """Return the choices of ``--objective`` that can be trained with images in the arrangements of
+    features (``Feature.arranged``)."""
+    taking = (feature for feature in features() if feature.takes_arranged)
+    added = [word for feature in taking for word in feature.choices["objective"]]
+    return ["classify", *added]
+
+
 def added_parameters() -> tuple[str, ...]:
     """Return the prefixes of the names of parameters that features add to a model."""
     return tuple(prefix for feature in features() for prefix in feature.parameters)

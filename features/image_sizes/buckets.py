@@ -5,7 +5,7 @@ is only one shape of batches, and on XLA one compiled program, for each bucket.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ import xxhash
 
 from data.batch import PADDING, SampleIndex
 from data.files import DataFolderError
-from data.images import ImageSplit, ImageView, RearrangedSplit
+from data.images import ArrangedView, ImageSplit, RearrangedSplit
 from data.loader import GlobalBatchSampler
 from data.sizes import image_sizes
 from data.source import DatasetRequest, DataSource
 
 
-class BucketView(ImageView):
+@dataclass(frozen=True)
+class BucketView(ArrangedView):
     """Whole images in the nearest of several sizes."""
 
     def arrange(
@@ -29,6 +30,7 @@ class BucketView(ImageView):
         """Raises DataFolderError if no bucket has as many training images as a batch."""
         config = request.config
         assert config.buckets
+        super().arrange(request, name, splits)  # for its checks
         in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
         most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
         if most < config.batch_size:
@@ -49,7 +51,8 @@ class BucketSplit(RearrangedSplit):
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         """Find the bucket of each image of ``split``."""
         super().__init__(request, split)
-        sizes = request.config.bucket_sizes
+        sizes, view = request.config.bucket_sizes, request.view
+        assert isinstance(view, BucketView)
         self.bucket_of = nearest_bucket(image_sizes(split), sizes)
         """The bucket of each image, int16."""
         self.counts = np.bincount(self.bucket_of, minlength=len(sizes)).tolist()
@@ -57,7 +60,7 @@ class BucketSplit(RearrangedSplit):
         for height, width in sizes:
             low, high = (ratio * width / height for ratio in request.config.ratio)
             config = replace(request.config, ratio=(low, high))
-            of_bucket = replace(request, size=(height, width), config=config, view=ImageView())
+            of_bucket = replace(request, size=(height, width), config=config, view=view.view)
             self.resized.append(split.with_request(of_bucket))
 
     def sampler(self, batch_size: int, **how: Any) -> GlobalBatchSampler:

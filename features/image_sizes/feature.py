@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature import Feature
+from training.feature_table import arranged_objectives
 
 if TYPE_CHECKING:
     from data.source import View
@@ -33,10 +34,15 @@ class Buckets(Feature):
         **dict.fromkeys(("--aug_repeats", "--cutmix", "--cutmix_minmax", "--teacher"), ""),
     }
 
-    def view(self, run: Run, *, augment: bool) -> View | None:
+    def arranged(self, run: Run, view: View, *, augment: bool) -> View:
+        from data.images import as_image_view
         from features.image_sizes.buckets import BucketView
 
-        return BucketView()
+        return BucketView(view=as_image_view(view))
+
+    def resolve_flags(self, config: RunConfig) -> RunConfig:
+        _check_objective("--buckets", config)
+        return config
 
     def resolve_model(self, config: RunConfig, model: ModelSpec) -> RunConfig:
         _check_sizes("--buckets", config, model)
@@ -62,10 +68,11 @@ class ImageSizeSchedule(Feature):
     turned_on_by = ("--image_size_schedule",)
     excludes = {**_EXCLUDED_BY_SIZES, "--buckets": ""}
 
-    def view(self, run: Run, *, augment: bool) -> View | None:
+    def arranged(self, run: Run, view: View, *, augment: bool) -> View:
+        from data.images import as_image_view
         from features.image_sizes.schedule import SizeScheduleView
 
-        return SizeScheduleView() if augment else None
+        return SizeScheduleView(view=as_image_view(view)) if augment else view
 
     def hooks(self, training: Training) -> Sequence[Hook]:
         from features.image_sizes.log import SizeLog
@@ -77,6 +84,7 @@ class ImageSizeSchedule(Feature):
         return [SizeLog(training.session, training.batches, sizes)]
 
     def resolve_flags(self, config: RunConfig) -> RunConfig:
+        _check_objective("--image_size_schedule", config)
         data = config.data
         shares = [share for _, share in data.size_schedule if share is not None]
         if 0 < len(shares) < len(data.size_schedule):
@@ -105,6 +113,15 @@ class ImageSizeSchedule(Feature):
                 f"{width}: use --buckets, or a square --image_size"
             )
         return config
+
+
+def _check_objective(flag: str, config: RunConfig) -> None:
+    """Raise UsageError for an objective whose images have one size."""
+    known = arranged_objectives()
+    if (objective := config.objective.objective) not in known:
+        raise UsageError(
+            f"{flag} requires --objective {', '.join(known[:-1])} or {known[-1]}, not {objective}"
+        )
 
 
 def _check_sizes(flag: str, config: RunConfig, model: ModelSpec) -> None:

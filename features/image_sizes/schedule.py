@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 from data.config import DataConfig
-from data.images import ImageView
+from data.images import ArrangedView
 from data.source import BatchSizes, DatasetRequest
 
 MAGNITUDE = re.compile(r"(?<=-m)\d+(?=-|$)")
@@ -66,7 +66,8 @@ class SizeSchedule:
         return replace(config, aa=MAGNITUDE.sub(scaled, config.aa))
 
 
-class SizeScheduleView(ImageView):
+@dataclass(frozen=True)
+class SizeScheduleView(ArrangedView):
     """Whole images, whose size in training is that of the step."""
 
     def sizes(self, request: DatasetRequest, steps: int) -> BatchSizes | None:
@@ -81,7 +82,7 @@ class SizeScheduleView(ImageView):
                 request,
                 size=(side, side),
                 config=schedule.config_of(request.config, side),
-                view=ImageView(),
+                view=self.view,
             )
             for side in schedule.sides
         ]

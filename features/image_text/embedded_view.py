@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from data.batch import Batch
 from data.images import ImageView
-from data.source import Constant, image_normalizer
 from features.image_text.view import ImageTextView
 
 
 class EmbeddedImageView(ImageView):
     """Images alone."""
 
-    def model_input(
-        self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
-    ) -> Callable[[Batch], Any]:
-        normalize = image_normalizer(mean, std, spatial, constant)
-        return lambda batch: (normalize(batch["image"]), None)
+    def with_others(self, images: Any, batch: Batch) -> tuple[Any, None]:
+        return images, None
 
 
 class EmbeddedPairView(ImageTextView):
     """Images and their texts."""
 
-    def model_input(
-        self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
-    ) -> Callable[[Batch], Any]:
-        normalize = image_normalizer(mean, std, spatial, constant)
-        return lambda batch: (normalize(batch["image"]), batch["text"])
+    def with_others(self, images: Any, batch: Batch) -> tuple[Any, torch.Tensor]:
+        return images, batch["text"].flatten(0, -2)  # of sequences: of all of their images

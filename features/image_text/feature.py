@@ -45,6 +45,7 @@ class ImageText(Feature):
         "data_source": {"captioned_mosaics": "digits with captions"},
     }
     sources = {"captioned_mosaics": _open_captioned}
+    takes_arranged = True
     excludes = {
         "--aug_repeats": "an image would be compared with its own text as with another's",
         "--save_bad_step": "the loss of a replica depends on the samples of all",
@@ -122,12 +123,12 @@ class ImageText(Feature):
 
     def check_data(self, run: Run, data: DataSource) -> str | None:
         """Return what the log says of texts."""
-        from features.image_text.view import describe_texts
+        from features.image_text.view import ImageTextView, describe_texts
 
         name = run.config.of(ImageTextConfig).tokenizer
         if name is None or run.config.data.data_source == "fake":
             return None
-        return describe_texts(data.splits["train"], name)
+        return describe_texts(data.splits["train"], ImageTextView.of(run), name)
 
     def hooks(self, training: Training) -> Sequence[Hook]:
         from features.image_text.tokenizer_files import save_copy

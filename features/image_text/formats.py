@@ -53,6 +53,8 @@ class TwoTowers(WeightFormat):
                 f"--names {self.name} requires a checkpoint of --objective siglip or clip, not of "
                 f"--objective {run.config.objective.objective}"
             )
+        if spec.segments is not None:
+            raise self._refusal(run, "images may have any size (--native_resolution)")
         return spec
 
     def _check_same(self, run: SavedRun, spec: ImageTextSpec, about: Sidecar) -> None:

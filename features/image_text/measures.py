@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,12 @@ class PairRetrieval(Measure):
     def __init__(
         self,
         kind: str,
-        normalize: Callable[[torch.Tensor], torch.Tensor],
+        image_input: Callable[[Batch], Any],
         backend: Backend,
     ) -> None:
-        """``kind``: of the loss, "siglip" or "clip"."""
-        self._kind, self._normalize, self._backend = kind, normalize, backend
+        """``kind``: of the loss, "siglip" or "clip". ``image_input``: from a batch to the model's
+        input of its images."""
+        self._kind, self._image_input, self._backend = kind, image_input, backend
         self._values = ImageValues(backend)
         self._parts: list[dict[str, np.ndarray]] = []
         self._scale = self._bias = 0.0
@@ -39,16 +41,17 @@ class PairRetrieval(Measure):
         """Whether the evaluation reached its end."""
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        text = batch["text"][:, None]  # (images, texts of each, tokens)
+        # The images of sequences follow each other.
+        text = batch["text"].flatten(0, -2)[:, None]  # (images, texts of each, tokens)
         others = {}
         if "other_texts" in batch:
-            text = torch.cat([text, batch["other_texts"]], dim=1)
-            others["others"] = batch["others"]
-        embedded = Embedded(*model((self._normalize(batch["image"]), text.flatten(0, 1))))
+            text = torch.cat([text, batch["other_texts"].flatten(0, -3)], dim=1)
+            others["others"] = batch["others"].flatten()
+        embedded = Embedded(*model((self._image_input(batch), text.flatten(0, 1))))
         same = [self._backend.mean(each.mean()) for each in (embedded.scale, embedded.bias)]
         values = {"scale_and_bias": torch.stack(same)}
         self._values.send(
-            batch["index"],
+            batch["index"].flatten(),
             images=embedded.images,
             texts=embedded.texts.unflatten(0, text.shape[:2]),
             tokens=text,

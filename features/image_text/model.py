@@ -1,4 +1,5 @@
-"""Two towers: a timm ViT for images, and a transformer of the same blocks for texts.
+"""Two towers: a timm ViT for images, and a transformer of the same blocks for texts. The image
+tower may take sequences of several images (``ModelSpec.segments``).
 
 Image parameters have timm's names, text parameters begin with ``text_``. Embeddings are what the
 two towers make of a pair, each of length 1, in fp32; ``loss.py`` compares them.
@@ -8,20 +9,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, LayerNorm, get_act_layer
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import Block
 from torch import nn
 
 from features.image_text.config import ImageTextConfig
 from models.config import ModelError
 from models.select import select
-from models.spec import ModelSizes, ModelSpec, StackRun, train_flops_of
-from models.timm_models import BUILT_WITH, TimmSpec, sizes_of_stack, vision_transformer
+from models.spec import ModelSizes, ModelSpec, StackRun
+from models.timm_models import sizes_of_stack, vision_transformer
 
 IMAGE_BLOCKS, TEXT_BLOCKS = "blocks", "text_blocks"
 """The names of the two stacks of blocks."""
@@ -38,7 +40,9 @@ _SHARED = (TEXT_PROJECTION, "image_projection.", "logit_")
 def add_to(image: ModelSpec, config: ImageTextConfig, objective: str) -> ModelSpec:
     """Return ``image`` with a text tower. ``config``: with all sizes resolved. Raises ModelError
     for an unsuitable image tower or unsuitable sizes."""
-    image, text = vision_transformer(image, f"<objective> {objective}"), config.text
+    if image.segments is None:
+        vision_transformer(image, f"<objective> {objective}")
+    text = config.text
     if text.width % text.heads:
         raise ModelError(
             f"<text_width> {text.width} is not a multiple of <text_heads> {text.heads}"
@@ -47,25 +51,40 @@ def add_to(image: ModelSpec, config: ImageTextConfig, objective: str) -> ModelSp
         raise ModelError(
             f"<text_mlp_ratio> {text.mlp_ratio:g} gives an MLP of width 0: use a larger ratio"
         )
-    return ImageTextSpec(image, config, objective)
+    return _with_texts(type(image))(image, config, objective)
 
 
-class ImageTextSpec(TimmSpec):
-    """Spec of both towers: the image tower's spec, and the flags of the text tower."""
+@functools.cache
+def _with_texts(kind: type[ModelSpec]) -> Callable[..., ModelSpec]:
+    """Return the class of specs of both towers, given that of the image tower's."""
+    return type(f"ImageText{kind.__name__}", (ImageTextSpec, kind), {})
 
-    def __init__(self, image: TimmSpec, config: ImageTextConfig, objective: str) -> None:
+
+class ImageTextSpec(ModelSpec):
+    """Spec of both towers: the image tower's spec, and the flags of the text tower. A subclass of
+    the image tower's class, too, which answers what the text tower does not change."""
+
+    def __init__(self, image: ModelSpec, config: ImageTextConfig, objective: str) -> None:
+        vars(self).update(image.__getstate__())  # all that its class needs, and nothing cached
         self.image, self.config, self.objective = image, config, objective
-        given = (image.name, image.overrides, image.kind, image.arguments)
-        super().__init__(*given, image.preprocessing)
         flags = {name: value for name, value in vars(config).items() if name not in _OF_TRAINING}
-        self.settings |= flags
+        self.settings = image.settings | flags
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return add_to, (self.image, self.config, self.objective)  # its class has no name to find
 
     def build(self) -> nn.Module:
-        arguments = self.arguments | BUILT_WITH[self.kind] | {"num_classes": 0}
-        return ImageTextModel(arguments, self.config, self.objective)
+        model: Any = self.image.build()
+        model.reset_classifier(0)
+        kind = type(model)
+        model.__class__ = type(f"{kind.__name__}WithTexts", (ImageTextModel, kind), {})
+        model.add_texts(self.config, self.objective)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not self._is_locked(name))
+        return model
 
     def initialize(self, module: nn.Module, name: str, *, seed: int) -> None:
-        super().initialize(module, name, seed=seed)
+        self.image.initialize(module, name, seed=seed)
         if isinstance(module, ImageTextModel):
             with torch.no_grad():
                 module.initialize_text(torch.Generator().manual_seed(seed))
@@ -91,24 +110,23 @@ class ImageTextSpec(TimmSpec):
     def runs(self) -> Sequence[StackRun]:
         """The image tower's run, to which all FLOPs are attributed unless it is locked, and the
         text tower's."""
-        image, text = self.stacks.values()
-        pixels, width = math.prod(image.input_shape), self.embedding_width
+        (image,), text = self.image.runs, self.stacks[TEXT_BLOCKS]
+        texts = self.segments or 1  # of a sequence or an image
         flops, locks_image = self.train_flops_per_image, self.config.lock_image
         return [
-            StackRun(
-                IMAGE_BLOCKS,
-                image.train_tokens,
-                pixels,
-                width,
-                0.0 if locks_image else flops,
+            replace(
+                image,
+                outputs=texts * self.embedding_width,
+                train_flops=0.0 if locks_image else flops,
                 learns=not locks_image,
             ),
             StackRun(
                 TEXT_BLOCKS,
                 text.train_tokens,
                 text.num_tokens,
-                width,
+                texts * self.embedding_width,
                 flops if locks_image else 0.0,
+                sequences=texts,
                 learns=not self.config.lock_text,
             ),
         ]
@@ -122,27 +140,18 @@ class ImageTextSpec(TimmSpec):
     @functools.cached_property
     def frozen(self) -> frozenset[str]:  # type: ignore[override]
         """The parameters of the locked tower."""
-        names = [name for name, _ in self.meta.named_parameters()]
-        if self.config.lock_text:
-            return frozenset(name for name in names if name.startswith(TEXT_TOWER))
-        if self.config.lock_image:
-            others = (*TEXT_TOWER, *_SHARED)
-            return frozenset(name for name in names if not name.startswith(others))
-        return frozenset()
+        names = (name for name, _ in self.meta.named_parameters())
+        return frozenset(filter(self._is_locked, names))
 
-    @functools.cached_property
-    def train_flops_per_image(self) -> float:
-        """FLOPs of an image and its text; the blocks of a locked tower have no backward pass."""
-        model = self.build()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in self.frozen)
-        return train_flops_of(model, self.example())
+    def _is_locked(self, name: str) -> bool:
+        """Return True for a parameter of the locked tower. ``build`` turns its gradient off, so
+        that ``train_flops_per_image`` counts no backward pass of the tower's blocks."""
+        if self.config.lock_text:
+            return name.startswith(TEXT_TOWER)
+        return self.config.lock_image and not name.startswith((*TEXT_TOWER, *_SHARED))
 
     def why_no_token_part(self) -> str | None:
         return "devices cannot share the tokens of a text"
-
-    def why_one_grid(self) -> str | None:
-        return "its images have one size"
 
     def example(self) -> tuple[Any, ...]:
         text = torch.empty(1, self.stacks[TEXT_BLOCKS].num_tokens, dtype=torch.int32, device="meta")
@@ -158,7 +167,8 @@ _OF_TRAINING = (
 
 
 class Embedded(NamedTuple):
-    """What the model returns for pairs. Scale and bias are the same for all: one of each an image,
+    """What the model returns for pairs; of sequences of several images those of all their places,
+    one sequence after the other. Scale and bias are the same for all: one of each an image,
     so that they are divided over devices as images are."""
 
     images: Any
@@ -171,14 +181,12 @@ class Embedded(NamedTuple):
     """(pairs,), fp32: what is added to them."""
 
 
-class ImageTextModel(VisionTransformer):
-    """timm's VisionTransformer with a text tower beside it."""
+class ImageTextModel(nn.Module):
+    """A model of timm's without a head, a subclass of whose class it is, with a text tower beside
+    it."""
 
-    def __init__(
-        self, arguments: Mapping[str, Any], config: ImageTextConfig, objective: str
-    ) -> None:
-        """``arguments``: the image tower's, by timm's names."""
-        super().__init__(**arguments)
+    def add_texts(self: Any, config: ImageTextConfig, objective: str) -> None:
+        """Add the text tower, and what compares both towers' outputs, on the meta device."""
         place: Any = {"device": "meta"}
         is_clip = objective == "clip"
         text = config.text
@@ -232,30 +240,33 @@ class ImageTextModel(VisionTransformer):
 
     def no_weight_decay(self) -> set[str]:
         added = {"text_embed.weight", "text_pos_embed", "logit_scale", "logit_bias"}
-        return super().no_weight_decay() | added
+        return super().no_weight_decay() | added  # type: ignore[misc]
 
     def forward(self, pairs: Any) -> Any:
-        """Return the ``Embedded`` of images (pairs, channels, height, width) and of their texts
-        (pairs, length), integers; one of the two may be None. Of images that are in no tuple,
-        return what timm's model without a head returns."""
-        if isinstance(pairs, torch.Tensor):
+        """Return the ``Embedded`` of images, as the image tower takes them, such as (pairs,
+        channels, height, width), and of their texts (pairs, length), integers; one of the two may
+        be None. Of images that are in no tuple, return what timm's model without a head returns."""
+        if not isinstance(pairs, tuple):
             return super().forward(pairs)
         images, texts = pairs
-        count = len(texts if images is None else images)
+        of_images = None if images is None else self.image_embeddings(images)
+        of_texts = None if texts is None else self.text_embeddings(texts)
+        count = len(next(each for each in (of_images, of_texts) if each is not None))
         # Above the limit the gradient passes, too: the scale can become smaller again.
         scale = self.logit_scale.float().exp()
         scale = scale + (scale.clamp(max=self.max_scale) - scale).detach()
         bias = torch.zeros_like(scale) if self.logit_bias is None else self.logit_bias.float()
         return Embedded(
-            None if images is None else self.image_embeddings(images),
-            None if texts is None else self.text_embeddings(texts),
+            of_images,
+            of_texts,
             scale.expand(count),
             bias.expand(count),
         )
 
-    def image_embeddings(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of images, (images, width), fp32, of length 1."""
-        pooled = self.forward_head(self.forward_features(images), pre_logits=True)
+    def image_embeddings(self, images: Any) -> torch.Tensor:
+        """Return the embeddings of images, (images, width), fp32, of length 1; of a place of a
+        sequence without an image, finite values."""
+        pooled = super().forward(images)
         return F.normalize(self.image_projection(pooled).float(), dim=-1)
 
     def text_embeddings(self, texts: torch.Tensor) -> torch.Tensor:

@@ -130,11 +130,9 @@ _COUNTED = 256
 """Number of first images of which a log says how many captions are truncated."""
 
 
-def describe_texts(split: Split, name: str) -> str:
-    """Return what a log says of the texts of a split: the tokenizer with this ``name``, and how
-    many of the first captions are truncated."""
-    view = split.request.view
-    assert isinstance(view, ImageTextView)
+def describe_texts(split: Split, view: ImageTextView, name: str) -> str:
+    """Return what a log says of the texts of a split, as ``view`` reads them: the tokenizer with
+    this ``name``, and how many of the first captions are truncated."""
     assert view.tokenizer is not None
     tokenizer, truncated = view.tokenizer, list[bool]()
     for number in range(min(_COUNTED, len(split))):

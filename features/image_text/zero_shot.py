@@ -21,7 +21,7 @@ from torch import nn
 from data.batch import Batch
 from data.files import DataFolderError, printable
 from data.open import open_data
-from data.source import DataSource, View, check_several_classes
+from data.source import DataSource, check_several_classes
 from features.image_text.config import ImageTextConfig, TextEvaluationConfig
 from features.image_text.model import Embedded
 from features.image_text.texts import lines_of, source_of_texts, tokens_of
@@ -66,7 +66,7 @@ def open_zero_shot(run: Run) -> ZeroShotData:
     other = {"labels": None, "train_split": None, "val_split": None}
     request = request.with_data(data_dir=flags.zero_shot, data_source="folder", **other)
     try:
-        images = open_data(replace(request, labels=True, view=View(), opened_by=None))
+        images = open_data(replace(request, labels=True, opened_by=None))
         check_several_classes(images)
     except DataFolderError as error:
         raise DataFolderError(str(error).replace("--data_dir", "--zero_shot")) from None

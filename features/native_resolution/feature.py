@@ -11,6 +11,7 @@ from models.registry import open_model
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature import Feature, SmallSizes
+from training.feature_table import arranged_objectives
 from training.flags import check_range
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class NativeResolution(Feature):
 
     def extend_model(self, spec: ModelSpec, config: RunConfig) -> ModelSpec:
         objective = config.objective.objective
-        if objective != "classify":
+        if objective not in arranged_objectives():
             raise ModelError(
                 f"--objective {objective} is incompatible with {self.shown(config)}: its images "
                 "have a fixed size"
@@ -74,7 +75,8 @@ class NativeResolution(Feature):
         most = _most_tokens(config, model)
         return config.with_flags(replace(images, max_tokens_per_image=most))
 
-    def view(self, run: Run, *, augment: bool) -> View | None:
+    def arranged(self, run: Run, view: View, *, augment: bool) -> View:
+        from data.images import as_image_view
         from features.native_resolution.packing import PackRequest
         from features.native_resolution.sequences import SequenceView
 
@@ -90,7 +92,8 @@ class NativeResolution(Feature):
                 resize=images.resize_to_budget,
                 side_scale=images.side_scale,
                 drop_rate=run.model.settings["patch_drop_rate"],
-            )
+            ),
+            view=as_image_view(view),
         )
 
     def shrink(self, config: RunConfig, small: SmallSizes) -> RunConfig:

@@ -489,10 +489,10 @@ class NativeSpec(ModelSpec):
     def train_flops_per_image(self) -> float:
         """FLOPs of a whole sequence of images of the model's own size: a token attends to those of
         its image alone."""
-        model, example = self.build(), self.example()
+        model = self.build()
         model.images = 1  # type: ignore[assignment]
-        of_image = train_flops_of(model, example)
-        return of_image * self.shape.tokens / example[0]["segment_ids"].shape[1]
+        of_image = train_flops_of(model, self.example())
+        return of_image * self.shape.tokens / (self.shape.prefix + self.sizes.num_patches)
 
 
 # ------------------------------------------------------------------------------------------------

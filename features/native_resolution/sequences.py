@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from data.decode import OpenImage, open_image
 from data.fake import Zeros
 from data.files import BrokenImageError, DataFolderError
 from data.images import (
+    ArrangedView,
     ImageSplit,
-    ImageView,
     RearrangedSplit,
     SampleTransform,
     reading_of,
@@ -49,9 +49,12 @@ from features.native_resolution.packing import (
     too_large,
 )
 
+_OF_IMAGE = ("image", "target", "index")
+"""Fields of a view of single images that sequences have in another form."""
+
 
 @dataclass(frozen=True)
-class SequenceView(ImageView):
+class SequenceView(ArrangedView):
     """Sequences of tokens, each with one or several whole images, in training and validation.
 
     Fields: ``patches`` (tokens, values of a patch), uint8, values by row, column and channel, as in
@@ -59,7 +62,8 @@ class SequenceView(ImageView):
     columns of its image, for class and register tokens the token's number, then zeros;
     ``segment_ids`` (tokens,), int32: the number of the token's image in the sequence, from 1 on, 0
     for padding; ``batch_images`` (), fp32: the number of images in the global batch; ``target`` and
-    ``index`` (images,) for the sequence's images.
+    ``index`` (images,) for the sequence's images; other fields of ``view``, such as texts, likewise
+    (images, ...), and as in padding where there is no image.
     """
 
     pack: PackRequest
@@ -70,6 +74,7 @@ class SequenceView(ImageView):
         return min(self.pack.tokens // largest, self.pack.images)
 
     def check(self, request: DatasetRequest) -> None:
+        super().check(request)
         kind, pack = request.config.data_source, self.pack
         if len(request.size) != 2 or kind in GIVE_FLOATS:
             raise DataFolderError(
@@ -86,12 +91,18 @@ class SequenceView(ImageView):
         self, request: DatasetRequest, image_dtype: torch.dtype, *, is_train: bool
     ) -> dict[str, Field]:
         tokens, values = self.pack.tokens, math.prod(self.pack.patch) * request.channels
+        of_one = super().fields(request, image_dtype, is_train=is_train)
         return {
             "patches": Field((tokens, values), torch.uint8),
             "patch_coord": Field((tokens, NUMBERS), torch.int32),
             "segment_ids": Field((tokens,), torch.int32),
             "batch_images": Field((), torch.float32),
             **self.number_fields(request, is_train=is_train, shape=(self.pack.images,)),
+            **{
+                name: replace(each, shape=(self.pack.images, *each.shape))
+                for name, each in of_one.items()
+                if name not in _OF_IMAGE
+            },
         }
 
     def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
@@ -112,6 +123,7 @@ class SequenceView(ImageView):
     def arrange(
         self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
     ) -> DataSource:
+        super().arrange(request, name, splits)  # for its checks
         transforms = self.sized_transforms(request)
         packed = {
             split: PackedSplit(request, images, transforms[split], self.pack)
@@ -133,31 +145,32 @@ class SequenceView(ImageView):
             patch_coord_of(1 + (number + image) % side, columns, prefix) for image in range(images)
         ]
         patch_coord, segment_ids = map(torch.from_numpy, tokens_of(of_images, self.pack))
-        target = fields["target"].full()
-        target[:images] = 0
-        return {
-            "patches": super().noise(request, fields, number, generator)["patches"],
+        sample = super().noise(request, fields, number, generator) | {
             "patch_coord": patch_coord,
             "segment_ids": segment_ids,
             "batch_images": torch.tensor(float(request.config.batch_size * images)),
-            "target": target,
         }
+        if "target" in fields:
+            sample["target"] = fields["target"].full()
+            sample["target"][:images] = 0
+        return sample
 
     def model_input(
         self, mean: torch.Tensor, std: torch.Tensor, spatial: int, constant: Constant
-    ) -> Callable[[Batch], Batch]:
+    ) -> Callable[[Batch], Any]:
         """Return the function to the input of a model of native resolution: ``patches``,
-        normalized, ``patch_coord`` and ``segment_ids``."""
+        normalized, ``patch_coord`` and ``segment_ids``, and what ``view`` adds."""
         pixels = math.prod(self.pack.patch)
         scale, offset = (constant(x.repeat(pixels)) for x in (1 / (255 * std), -mean / std))
 
-        def normalize(batch: Batch) -> Batch:
+        def normalize(batch: Batch) -> Any:
             patches = batch["patches"].float() * scale + offset
-            return {
+            packed = {
                 "patches": patches,
                 "patch_coord": batch["patch_coord"],
                 "segment_ids": batch["segment_ids"],
             }
+            return self.with_others(packed, batch)
 
         return normalize
 
@@ -285,11 +298,14 @@ class PackedSplit(RearrangedSplit):
         counts = self._tokens(of_grids).tolist()
         for image, (index, grid) in enumerate(zip(indices, of_grids.tolist(), strict=True)):
             first, end = end, end + counts[image]
-            load = functools.partial(self._patches, epoch=epoch, index=index, grid=grid)
-            values, number, unreadable = self.readable(epoch, index, load)
+            load = functools.partial(self._image, epoch=epoch, index=index, grid=grid)
+            loaded, number, unreadable = self.readable(epoch, index, load)
             bad += unreadable
-            if values is None:
+            if loaded is None:
                 continue
+            values, beside = loaded
+            for name in beside.keys() & sample.keys():
+                sample[name][image] = beside[name]
             for name, known in (("target", self.labels[number]), ("index", number)):
                 if name in sample:
                     sample[name][image] = int(known)
@@ -302,6 +318,13 @@ class PackedSplit(RearrangedSplit):
                 of_image = np.concatenate([of_image[:prefix], of_image[prefix:][kept]])
             patch_coord[first:end], segment_ids[first:end] = of_image, image + 1
         return Sample(sample, bad)
+
+    def _image(
+        self, number: int, epoch: int, index: int, grid: list[int]
+    ) -> tuple[torch.Tensor, Batch]:
+        """Return ``_patches`` and ``beside``. Raises BrokenImageError."""
+        beside = self.beside(number, epoch, index)
+        return self._patches(number, epoch, index, grid), beside
 
     def _patches(self, number: int, epoch: int, index: int, grid: list[int]) -> torch.Tensor:
         """Return the patches of image ``number``, which replaces image ``index``, (rows, columns,

@@ -9,15 +9,20 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from data.batch import PADDING, BatchShard
+from data.open import open_data
 from features.image_text.config import ImageTextConfig
 from tests.fakes.filled import filled
 from tests.references.plain_steps import train_by, warm_cosine
 from tests.references.text_towers import text_tower
+from tests.support.native_images import images_in, logits_of
 from tests.support.resolved import on_gpus
 from tools.self_check.plain import normalized
+from training.data import dataset_request
 
 
 class PlainPairs(nn.Module):
@@ -27,7 +32,11 @@ class PlainPairs(nn.Module):
         super().__init__()
         spec, flags = run.model, run.config.of(ImageTextConfig)
         self.kind = run.config.objective.objective
-        self.image = VisionTransformer(**spec.arguments | {"num_classes": 0})
+        if spec.segments is None:
+            arguments = {"num_classes": 0, "dynamic_img_size": True}  # images of any size
+            self.image = VisionTransformer(**spec.arguments | arguments)
+        else:
+            self.image = NaFlexVit(**spec.arguments | {"num_classes": 0, "weight_init": ""})
         names = self.image.state_dict()
         self.image.load_state_dict({name: first[name] for name in names})
         self.text, self.projection = text_tower(flags.text, first)
@@ -40,8 +49,9 @@ class PlainPairs(nn.Module):
         bias = first.get("logit_bias")
         self.logit_bias = None if bias is None else nn.Parameter(bias.clone())
 
-    def forward(self, images, texts):
-        x = F.normalize(self.image_projection(self.image(images)), dim=-1)
+    def forward(self, pooled, texts):
+        """The loss of pooled images, (pairs, width), and tokens, (pairs, length)."""
+        x = F.normalize(self.image_projection(pooled), dim=-1)
         y = F.normalize(self.projection(self.text(texts)), dim=-1)
         logits = self.logit_scale.exp() * x @ y.T
         if self.kind == "siglip":
@@ -51,15 +61,16 @@ class PlainPairs(nn.Module):
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def train(flags, steps=6):
-    """Losses and gradient norms of a run with these flags."""
+def train(flags):
+    """Losses, gradient norms and numbers of images of the steps of a run with these flags."""
     run = on_gpus(flags)
     first = {n: v.detach() for n, v in filled(run.model, run.config.seed).state_dict().items()}
     model, how = PlainPairs(run, first), run.config.optimizer
 
     def decays(name, parameter):
         # Neither norms, biases, scale and bias nor embeddings, as timm and open_clip have it.
-        return parameter.dim() > 1 and "embed" not in name.removeprefix("image.patch_embed")
+        is_projection = name in ("image.patch_embed.proj.weight", "image.embeds.proj.weight")
+        return parameter.dim() > 1 and (is_projection or "embed" not in name)
 
     named = list(model.named_parameters())
     groups = [
@@ -68,12 +79,40 @@ def train(flags, steps=6):
     ]
     optimizer = torch.optim.AdamW(groups, lr=how.lr)
 
-    def losses_of(step, batch):
-        images = normalized(batch["image"], run.config.data.preprocessing)
-        yield model(images, batch["text"].long())
+    counts = []
 
-    losses, norms = train_by(losses_of, optimizer, run, steps, warm_cosine(how))
-    return {"loss": losses, "grad_norm": norms}
+    def losses_of(step, batch):
+        pooled, texts = pairs_of(batch, model, run)
+        counts.append(len(pooled))
+        yield model(pooled, texts)
+
+    losses, norms = train_by(losses_of, optimizer, run, run.config.max_steps, warm_cosine(how))
+    found = {"loss": losses, "grad_norm": norms, "images": counts}
+    return found | {"val_loss": val_loss(model, run)}
+
+
+def pairs_of(batch, model, run):
+    """The pooled images and the tokens of the pairs in a batch, without padding."""
+    texts = batch["text"].long()
+    if "image" in batch:
+        is_pair = batch["index"] != PADDING if "index" in batch else slice(None)
+        images = normalized(batch["image"][is_pair], run.config.data.preprocessing)
+        return model.image(images), texts[is_pair]
+    # Of sequences, each image alone.
+    images = images_in(batch)
+    pooled = [logits_of(model.image, *image, run) for image in images]
+    places = batch["segment_ids"].amax(1, keepdim=True)
+    texts = texts[torch.arange(texts.shape[1]) < places]
+    return torch.cat(pooled or [texts.new_empty(0, model.image.embed_dim).float()]), texts
+
+
+@torch.no_grad()
+def val_loss(model, run):
+    """The loss of all validation pairs, compared with each other."""
+    data = open_data(dataset_request(run, labels=False))
+    batches = data.val_loader(run.config.data.batch_size, BatchShard()).epoch(0)
+    pooled, texts = zip(*(pairs_of(batch, model, run) for batch in batches), strict=True)
+    return model(torch.cat(pooled), torch.cat(texts)).item()
 
 
 if __name__ == "__main__":

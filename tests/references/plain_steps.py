@@ -58,7 +58,8 @@ def train_by(
 ) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of the first steps, clipped. ``losses_of``: the parts of the
     mean loss of a step's batch."""
-    loader = open_data(dataset_request(run)).train_loader(run.config.data.batch_size, BatchShard())
+    request = dataset_request(run, labels=run.config.objective.uses_labels)
+    loader = open_data(request).train_loader(run.config.data.batch_size, BatchShard())
     epochs = (loader.epoch(epoch) for epoch in range(run.config.num_epochs))
     batches = itertools.islice(itertools.chain.from_iterable(epochs), steps)
     losses, norms = [], []

@@ -1,5 +1,6 @@
 """A folder of images of many sizes and shapes, and the flags of a tiny run on it."""
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,20 @@ def write_images(root: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path)
     return root
+
+
+def write_captions(folder: Path) -> Path:
+    """Of images of ``write_images``: a table of what is in each, one caption or two."""
+    rows = [("path", "split", "caption")]
+    for path in sorted(folder.rglob("*.png")):
+        height, width = Image.open(path).size[::-1]
+        name, split = str(path.relative_to(folder)), path.relative_to(folder).parts[0]
+        rows.append((name, split, f"{height} by {width}"))
+        if height > width:
+            rows.append((name, split, f"number {path.stem}, high"))
+    with open(folder / "captions.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder / "captions.csv"
 
 
 def flags(folder: Path, *more: str) -> list[str]:

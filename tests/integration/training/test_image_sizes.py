@@ -269,7 +269,7 @@ GIVEN = "--image_size_schedule"
         (f"{GIVEN} 8 --model hybrid_vit", "it supports only images of its own size"),
         (f"{GIVEN} 8 --fake_data", f"{GIVEN} 8 requires --data_source folder, "),
         (f"{GIVEN} 8 --buckets 16x16", f"{GIVEN} 8 is incompatible with --buckets 16x16"),
-        (f"{GIVEN} 8 --objective mae", f"{GIVEN} 8 requires --objective classify, not mae"),
+        (f"{GIVEN} 8 --objective mae", "requires --objective classify, siglip or clip, not mae"),
         (f"{GIVEN} 8 --mesh_domain 2", f"{GIVEN} 8 is incompatible with --mesh_domain 2"),
         (f"{GIVEN} 8 --expect x.json", f"{GIVEN} 8 is incompatible with --expect x.json"),
         (f"{GIVEN} 8 --grad_ckpt auto --backend xla", "is incompatible with --grad_ckpt auto"),

@@ -174,8 +174,14 @@ def test_self_check(tmp_path):
         ),
         ("--smoothing 0.1", "--smoothing 0.1 requires --objective classify"),
         ("--mesh_domain 2", "--mesh_domain 2 requires --objective classify"),
-        ("--native_resolution", "is incompatible with"),
-        ("--data_source folder --buckets 16x16", "--buckets 16x16 requires --objective classify"),
+        (
+            "--native_resolution --model timm/vit_small_patch16_rope_mixed_224",
+            "does not support native resolution",
+        ),
+        (
+            "--data_source folder --buckets 12x20",
+            "--buckets must include the model's own size, 16x16",
+        ),
         ("--text_heads 3", "--text_width 16 is not a multiple of --text_heads 3"),
         ("--lock_image --lock_text", "--lock_image is incompatible with --lock_text"),
         ("--logit_bias_init 0 --objective clip", "requires --objective siglip, not clip"),

@@ -1,5 +1,6 @@
 """The two towers: equal to transformers' and timm's; sizes; what is frozen and counted."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,32 @@ def test_image_tower_is_timms(objective, name):
         found = model((images, torch.zeros(3, 7, dtype=torch.int32)))
         torch.testing.assert_close(found.images, F.normalize(pooled, dim=-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(model(images), plain(images))  # features of images alone
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_another_process_gets_the_same_spec(native):
+    sequences = {"native_resolution": True, "token_budget": 12} if native else {}
+    image = open_model("timm/vit_base_patch16_siglip_224", SMALL | sequences)
+    spec = add_to(image, flags("siglip"), "siglip")
+    there = pickle.loads(pickle.dumps(spec))
+    assert there.settings == spec.settings
+    assert there.parameter_count == spec.parameter_count
+    assert there.runs == spec.runs
+
+
+def test_texts_of_sequences_are_counted():
+    """For an image of the model's size as much as with images alone, and a text for each place."""
+    name = "timm/vit_base_patch16_siglip_224"
+    more = {"native_resolution": True, "token_budget": 12, "max_images_per_sequence": 5}
+    sizes = SMALL | {"num_classes": 1}  # the head of images alone costs next to nothing
+    one, spec = (
+        add_to(open_model(name, sizes | each), flags("siglip"), "siglip") for each in ({}, more)
+    )
+    image, text = spec.runs
+    of_text = one.train_flops_per_image - one.image.train_flops_per_image
+    expected = spec.image.train_flops_per_image + of_text * 12 / spec.sizes.num_patches
+    assert spec.train_flops_per_image == pytest.approx(expected, rel=1e-3)
+    assert (image.sequences, text.sequences, text.tokens) == (1, 5, 7)
 
 
 def test_pooling():
