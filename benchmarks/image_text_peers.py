@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_peers import Step, autocast, initial_weights
 from data.batch import Batch
 from features.image_text.model import ImageTextSpec
+from models.timm_models import TimmSpec
 from tools.self_check.plain import clip_and_step
 from torch_fsdp.parallel_plan import TorchRun
 from training.backend import Backend
@@ -43,7 +44,8 @@ class Towers(nn.Module):
 
     def __init__(self, spec: ImageTextSpec) -> None:
         super().__init__()
-        self.visual = VisionTransformer(**{**spec.arguments, "num_classes": 0})
+        assert isinstance(spec.image, TimmSpec)
+        self.visual = VisionTransformer(**{**spec.image.arguments, "num_classes": 0})
         text, width = spec.config.text, spec.embedding_width
         self.text = TextTransformer(
             text.length,
