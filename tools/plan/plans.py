@@ -10,7 +10,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -158,10 +158,13 @@ def read_request(
     prices = read_prices(plan.price)
     if not set(kinds) & set(prices):
         raise UsageError(f"--price {plan.price} has no price for any of {', '.join(kinds)}")
-    resolve_common(config)  # for its checks
-    replicas(config.sharding)  # the same
-    config, model = resolve_model(config)
-    return Request(config, xla, plan, model, find_work(config, model, plan.train_images), prices)
+    resolved = resolve_common(config)
+    replicas(config.sharding)  # for its checks
+    resolved, model = resolve_model(resolved)
+    # Otherwise as it was given: plans name no other choices of the program.
+    config = replace(config, model=resolved.model)
+    work = find_work(resolved, model, plan.train_images)
+    return Request(config, xla, plan, model, work, prices)
 
 
 # -- command lines ----------------------------------------------------------------------------

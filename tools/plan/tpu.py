@@ -24,8 +24,10 @@ from tools.plan.config import PlanConfig
 from tools.plan.plans import HardwarePlan, Request
 from tools.plan.tpu_search import ComputedCandidate, Found, Search, TpuCandidate, candidates
 from training.checkpoints.config import CheckpointConfig
-from training.config import EmaConfig, OptimizerConfig, RunConfig
+from training.config import EmaConfig, OptimizerConfig, RunConfig, flags_of_model
 from training.errors import UsageError
+from training.feature import Feature
+from training.feature_table import features
 from training.objectives.config import flags_of_weights
 from training.step_sizes import step_sizes, summed
 from xla_fsdp.config import XlaConfig
@@ -71,9 +73,10 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
         sharding=config.sharding,
         extension=config.extension,
     )
-    step = step.with_flags(
-        *(flags for flags in config.feature_flags if type(flags) in flags_of_weights())
-    )
+    # What a batch holds depends on those that arrange images.
+    arranging = (each for each in features() if type(each).arranged is not Feature.arranged)
+    of_step = {*flags_of_model(), *flags_of_weights(), *(each.flags for each in arranging)}
+    step = step.with_flags(*(flags for flags in config.feature_flags if type(flags) in of_step))
     topology = candidate.topology.name
     xla = replace(xla, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
     without = ("cpu_devices",)

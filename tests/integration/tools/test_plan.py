@@ -16,6 +16,7 @@ from PIL import Image
 import launch
 import run_vit_training
 from features.dino.config import DinoConfig
+from features.native_resolution.config import ImagesConfig
 from launch import compute_engine, xla_dist
 from run_vit_training import read_flags
 from tests.support.cli import ROOT, run_program
@@ -34,7 +35,7 @@ from tools.plan.tpu_search import (
 from training.errors import UsageError
 from training.flags import flat
 from training.mesh import Mesh
-from training.resolve import resolve_model
+from training.resolve import resolve_common, resolve_model
 from training.step_sizes import step_sizes, summed
 from xla_fsdp import tpu
 from xla_fsdp.resolve_xla import resolve_for_slice
@@ -194,6 +195,35 @@ def test_self_distillation_is_planned_for_tpus(dino):
     assert refusal(request, of_one).startswith("the KoLeo loss compares images")
     tensor = replace(candidate, mesh=Mesh(fsdp=32, tensor=2))
     assert "dino is incompatible with --mesh_tensor 2" in refusal(request, tensor)
+
+
+# -- features -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--objective siglip --model timm/vit_base_patch16_siglip_224",
+        "--objective clip --text_depth 2 --native_resolution --token_budget 400",
+        "--native_resolution --token_budget 400 --max_tokens_per_image 150",
+        "--extension nothing_else.py",
+    ],
+)
+def test_the_compiler_is_asked_about_the_same_step(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nothing_else.py").write_text(
+        "from training.feature import Feature\n\n\nclass NothingElse(Feature):\n    pass\n"
+    )
+    words = f"--plan {words} --fake_data --batch_size 64 --tpu_topology v5e:2x2"
+    flags = read_flags(words.split())
+    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
+    candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", parse_topology("v5e:2x2"))
+    assert refusal(request, candidate) is None
+    typed = read_flags(compile_words(request.config, request.xla, candidate)).run
+    _, compiled = resolve_model(resolve_common(typed))
+    assert compiled.settings == request.model.settings
+    assert typed.of(ImagesConfig) == flags.run.of(ImagesConfig)
+    assert typed.extension == flags.run.extension
 
 
 # -- the search, beside a made-up compiler ----------------------------------------------
