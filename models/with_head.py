@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,11 +45,17 @@ class _SpecWithHeads(TimmSpec):
 
     def build(self) -> nn.Module:
         model: Any = super().build()
-        model.__class__ = type(f"{self.kind.__name__}WithHeads", (_WithHeads, self.kind), {})
+        model.__class__ = _model_with_heads(self.kind)
         model.other_heads = tuple(self.heads)
         for name, outputs in self.heads.items():
             model.add_module(name, nn.Linear(model.num_features, outputs, device="meta"))
         return model
+
+
+@functools.cache  # so that all models of a spec are of one class
+def _model_with_heads(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of models with other heads, given that of the model without."""
+    return type(f"{kind.__name__}WithHeads", (_WithHeads, kind), {})
 
 
 class _WithHeads:

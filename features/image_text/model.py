@@ -60,6 +60,12 @@ def _with_texts(kind: type[ModelSpec]) -> Callable[..., ModelSpec]:
     return type(f"ImageText{kind.__name__}", (ImageTextSpec, kind), {})
 
 
+@functools.cache  # so that all models of a spec are of one class
+def _model_with_texts(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of models of both towers, given that of the image tower."""
+    return type(f"{kind.__name__}WithTexts", (ImageTextModel, kind), {})
+
+
 class ImageTextSpec(ModelSpec):
     """Spec of both towers: the image tower's spec, and the flags of the text tower. A subclass of
     the image tower's class, too, which answers what the text tower does not change."""
@@ -76,8 +82,7 @@ class ImageTextSpec(ModelSpec):
     def build(self) -> nn.Module:
         model: Any = self.image.build()
         model.reset_classifier(0)
-        kind = type(model)
-        model.__class__ = type(f"{kind.__name__}WithTexts", (ImageTextModel, kind), {})
+        model.__class__ = _model_with_texts(type(model))
         model.add_texts(self.config, self.objective)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not self._is_locked(name))

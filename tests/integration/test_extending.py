@@ -133,7 +133,7 @@ def check_losses(losses, flags, folder):
 
 def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path):
     """Stopped after three steps, and continued on another number of processes."""
-    flags = [*objective(rotation), "--num_workers", "1"]
+    flags = [*objective(rotation), "--num_workers", "1", "--rank_every", "3"]
     whole = train_tiny_gpu(tmp_path / "whole", *flags)
     losses = whole.column("loss")
     assert len(set(losses)) > 3
