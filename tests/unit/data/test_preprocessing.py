@@ -129,7 +129,7 @@ def test_models_whose_images_are_squashed(name):
     expected = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     assert expected["crop_mode"] == "squash"
     config = read_flags(["--model", f"timm/{name}"]).run
-    config, _ = take_over_described(config, Source(Path("none.pt")), keeps_head=False)
+    config, _ = take_over_described(config, Source(Path("none.pt"), tensors={}), keeps_head=False)
     assert config.data.preprocessing.crop_mode == "squash"
     assert config.data.crop_pct == expected["crop_pct"]
 
