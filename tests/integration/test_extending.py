@@ -133,7 +133,7 @@ def check_losses(losses, flags, folder):
 
 def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path):
     """Stopped after three steps, and continued on another number of processes."""
-    flags = [*objective(rotation), "--num_workers", "1", "--rank_every", "3"]
+    flags = [*objective(rotation), "--num_workers", "1"]
     whole = train_tiny_gpu(tmp_path / "whole", *flags)
     losses = whole.column("loss")
     assert len(set(losses)) > 3
@@ -142,6 +142,11 @@ def test_losses_are_equal_on_both_backends_and_after_a_resume(rotation, tmp_path
     assert re.search(r"rotation\.py@sha256:[0-9a-f]{16}$", name)
     assert f"extension: {name}\n" in whole.stdout
     check_losses(losses, flags, tmp_path)
+
+
+def test_features_of_a_model_with_another_head(rotation, tmp_path):
+    flags = [*objective(rotation), "--rank_every", "1", "--max_steps", "1"]
+    assert "effective rank of features: " in train_tiny_gpu(tmp_path, *flags).stdout
 
 
 def test_fake_data(rotation, tmp_path):
