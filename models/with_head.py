@@ -45,7 +45,8 @@ class _SpecWithHeads(TimmSpec):
 
     def build(self) -> nn.Module:
         model: Any = super().build()
-        model.__class__ = _model_with_heads(self.kind)
+        kind: Any = self.kind
+        model.__class__ = _model_with_heads(kind)
         model.other_heads = tuple(self.heads)
         for name, outputs in self.heads.items():
             model.add_module(name, nn.Linear(model.num_features, outputs, device="meta"))

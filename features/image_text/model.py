@@ -82,7 +82,8 @@ class ImageTextSpec(ModelSpec):
     def build(self) -> nn.Module:
         model: Any = self.image.build()
         model.reset_classifier(0)
-        model.__class__ = _model_with_texts(type(model))
+        kind: Any = type(model)
+        model.__class__ = _model_with_texts(kind)
         model.add_texts(self.config, self.objective)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not self._is_locked(name))
