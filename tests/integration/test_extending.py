@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.support.cli import HAS_XLA, ROOT, run_program, tiny, train_tiny, train_tiny_gpu
 from tests.support.usage_error import told_in_one_line
+from training.extensions import use_extensions
 
 
 def examples(page):
@@ -79,6 +80,13 @@ class DepthObjective(Objective):
         return MeanLoss(self.losses, self._backend)
 """
 """An objective with two heads on the documented source."""
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Other tests have the program's own features alone."""
+    yield
+    use_extensions([])
 
 
 @pytest.fixture
