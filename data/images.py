@@ -52,10 +52,13 @@ class ImageView(View):
             train = TrainTransform(request.config, request.size, request.channels)
         return {"train": train, "val": val}
 
+    def check_splits(self, splits: Mapping[str, ImageSplit]) -> None:
+        """Check what these splits of encoded images hold. Raises DataFolderError."""
+
     def arrange(
         self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
     ) -> DataSource:
-        """Return the source of these splits of encoded images. Raises DataFolderError."""
+        """Return the source of these splits. Raises DataFolderError."""
         return DataSource(name, splits)
 
 
@@ -84,10 +87,8 @@ class ArrangedView(ImageView):
     def transforms(self, request: DatasetRequest) -> dict[str, SampleTransform]:
         return self.view.transforms(request)
 
-    def arrange(
-        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
-    ) -> DataSource:
-        return self.view.arrange(request, name, splits)
+    def check_splits(self, splits: Mapping[str, ImageSplit]) -> None:
+        self.view.check_splits(splits)
 
     def with_others(self, images: Any, batch: Batch) -> Any:
         return self.view.with_others(images, batch)
@@ -219,7 +220,9 @@ def source_of_images(
         request = request.with_data(intensity=measured.words)
         for split in splits.values():
             split.request = split.request.with_data(intensity=measured.words)
-    source = view_of_images(request).arrange(request, name, splits)
+    view = view_of_images(request)
+    view.check_splits(splits)
+    source = view.arrange(request, name, splits)
     source.remark += measured.remark
     return source
 

@@ -30,7 +30,6 @@ class BucketView(ArrangedView):
         """Raises DataFolderError if no bucket has as many training images as a batch."""
         config = request.config
         assert config.buckets
-        super().arrange(request, name, splits)  # for its checks
         in_buckets = {name: BucketSplit(request, split) for name, split in splits.items()}
         most = max(in_buckets["train"].counts) if "train" in in_buckets else config.batch_size
         if most < config.batch_size:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from config_fields import bounded, count, flag, path_or_url, positive, positive_number
 
 OBJECTIVES = ("siglip", "clip")
+ADDED_PARAMETERS = ("text_", "image_projection.", "logit_")
+"""Prefixes of the names of the parameters that an image tower does not have."""
 _REQUIRED = ("|".join(f"objective={name}" for name in OBJECTIVES),)
 
 # Parts of an objective: their defaults do not turn it off.

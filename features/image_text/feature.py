@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from features.image_text.config import DEFAULTS, OBJECTIVES, TEXT_MODELS, ImageTextConfig
+from features.image_text.config import (
+    ADDED_PARAMETERS,
+    DEFAULTS,
+    OBJECTIVES,
+    TEXT_MODELS,
+    ImageTextConfig,
+)
 from training.config import RunConfig
 from training.errors import UsageError
 from training.feature import Feature, SmallSizes
@@ -56,7 +62,7 @@ class ImageText(Feature):
         "features.image_text.formats:OfTransformers",
         "features.image_text.formats:OfOpenClip",
     )
-    parameters = ("text_", "image_projection.", "logit_")
+    parameters = ADDED_PARAMETERS
     metrics = {
         "logit_scale": "scale of similarities",
         "logit_bias": "bias of similarities",

@@ -11,6 +11,7 @@ import torch
 
 from data.config import Preprocessing
 from features.image_text import names, open_clip_config, transformers_config
+from features.image_text.config import ADDED_PARAMETERS
 from features.image_text.model import ImageTextSpec
 from models.config import ModelError
 from models.registry import open_model
@@ -230,21 +231,17 @@ class OfOpenClip(TwoTowers):
             projects_images=projects,
             biased=biased,
         )
-        trunk = [] if is_own else [name for name in tensors if not name.startswith(_ADDED)]
+        trunk = (
+            [] if is_own else [name for name in tensors if not name.startswith(ADDED_PARAMETERS)]
+        )
         depths = spec.sizes.depth, spec.config.text.depth
         entries = names.of_open_clip(*depths, trunk=trunk, custom_text=True, biased=biased)
         found, left = names.write(entries, tensors)
         given = preprocessing_of(run.arguments, run.path)
-        mean, std = given.of_channels(spec.sizes.input_shape[0])
-        modes = {"squash": "squash", "center": "shortest", "border": "longest"}
+        channels = spec.sizes.input_shape[0]
         config = {
             "model_cfg": model,
-            "preprocess_cfg": {
-                "mean": list(mean),
-                "std": list(std),
-                "interpolation": str(given.interpolation_of_val),
-                "resize_mode": modes[str(given.crop_mode)],
-            },
+            "preprocess_cfg": open_clip_config.preprocessing_config(given, channels),
         }
         self._check_same(run, spec, Sidecar(run.path / self.config_file, config))
         self._check_all_written(run, left)
@@ -288,4 +285,3 @@ _WIDTHS = {
     **{1536: "giantopt", 1664: "gigantic"},
 }
 """timm's words for widths."""
-_ADDED = ("text_", "image_projection.", "logit_")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from features.image_text.model import IMAGE_BLOCKS, TEXT_BLOCKS
+
 Tensors = list[torch.Tensor]
-_BLOCK_IMAGE, _BLOCK_TEXT = "blocks", "text_blocks"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def of_transformers(image_depth: int, text_depth: int, *, clip: bool = False) ->
     yield _lifted("pos_embed", f"{image}.embeddings.position_embedding.weight", 1)
     yield _lifted("cls_token", f"{image}.embeddings.class_embedding", 2)
     yield from _same("norm_pre", f"{image}.pre_layrnorm")
-    yield from _blocks_of_transformers(_BLOCK_IMAGE, image, image_depth)
+    yield from _blocks_of_transformers(IMAGE_BLOCKS, image, image_depth)
     yield from _same("norm", f"{image}.post_layernorm")
     yield Entry(["attn_pool.latent"], [f"{image}.head.probe"])
     yield from _pooling(f"{image}.head.attention")
@@ -129,7 +130,7 @@ def of_transformers(image_depth: int, text_depth: int, *, clip: bool = False) ->
 
     yield Entry(["text_embed.weight"], [f"{text}.embeddings.token_embedding.weight"])
     yield _lifted("text_pos_embed", f"{text}.embeddings.position_embedding.weight", 1)
-    yield from _blocks_of_transformers(_BLOCK_TEXT, text, text_depth)
+    yield from _blocks_of_transformers(TEXT_BLOCKS, text, text_depth)
     yield from _same("text_norm", f"{text}.final_layer_norm")
     if clip:
         yield Entry(["text_projection.weight"], ["text_projection.weight"])
@@ -178,14 +179,14 @@ def of_open_clip(
         yield _lifted("pos_embed", "visual.positional_embedding", 1)
         yield _lifted("cls_token", "visual.class_embedding", 2)
         yield from _same("norm_pre", "visual.ln_pre")
-        yield from _blocks_of_open_clip(_BLOCK_IMAGE, "visual.", image_depth)
+        yield from _blocks_of_open_clip(IMAGE_BLOCKS, "visual.", image_depth)
         yield from _same("norm", "visual.ln_post")
         yield _transposed("image_projection.weight", "visual.proj")
 
     text = "text." if custom_text else ""
     yield Entry(["text_embed.weight"], [f"{text}token_embedding.weight"])
     yield _lifted("text_pos_embed", f"{text}positional_embedding", 1)
-    yield from _blocks_of_open_clip(_BLOCK_TEXT, text, text_depth)
+    yield from _blocks_of_open_clip(TEXT_BLOCKS, text, text_depth)
     yield from _same("text_norm", f"{text}ln_final")
     if biased:
         yield from _same("text_projection", f"{text}text_projection")

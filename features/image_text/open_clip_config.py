@@ -7,6 +7,7 @@ from typing import Any
 
 import timm
 
+from data.config import Preprocessing
 from features.image_text.config import TextTower
 from models.spec import ModelSpec
 from training.weights.config_json import DescribedModel, Setting
@@ -162,6 +163,18 @@ def preprocessing(about: Sidecar) -> dict[str, Any]:
 
 
 # -- Writing ---------------------------------------------------------------------------------------
+
+
+def preprocessing_config(given: Preprocessing, channels: int) -> dict[str, Any]:
+    """Return ``preprocess_cfg``."""
+    mean, std = given.of_channels(channels)
+    modes = {ours: theirs for theirs, ours in _CROP_MODES.items()}
+    return {
+        "mean": list(mean),
+        "std": list(std),
+        "interpolation": str(given.interpolation_of_val),
+        "resize_mode": modes[str(given.crop_mode)],
+    }
 
 
 def config_of(

@@ -119,10 +119,6 @@ class _Processes:
         dist.all_gather(parts, values.contiguous())
         return torch.cat(parts)
 
-    @staticmethod
-    def reduce_scatter(values: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("an evaluation has no gradients")
-
 
 def loss_of_all(mine: EmbeddedPairs, kind: str, scale: float, bias: float) -> float:
     """Return the loss of the images of all processes and their first texts, each compared with all

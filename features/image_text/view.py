@@ -13,7 +13,7 @@ from data.batch import Batch, Field
 from data.config import OPENED_BY
 from data.files import BrokenImageError, DataFolderError
 from data.images import ImageSplit, ImageView
-from data.source import NO_VALUES, DatasetRequest, DataSource, Split, Value
+from data.source import NO_VALUES, DatasetRequest, Split, Value
 from features.image_text.captions import NAMES, captions_of, read_captions
 from features.image_text.config import ImageTextConfig, TextEvaluationConfig
 from features.image_text.tokenizer import Tokenizer
@@ -107,9 +107,7 @@ class ImageTextView(ImageView):
         count = torch.tensor(len(found))
         return {"text": tokens[0], "other_texts": others, "others": count}
 
-    def arrange(
-        self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
-    ) -> DataSource:
+    def check_splits(self, splits: Mapping[str, ImageSplit]) -> None:
         for split in splits.values() if self.values else ():
             reason = ""
             for number in range(min(_TRIED, len(split))):
@@ -123,7 +121,6 @@ class ImageTextView(ImageView):
                     f"{split.name_of(0)} and the next images have no caption ({reason}): set "
                     "--caption_key"
                 )
-        return super().arrange(request, name, splits)
 
 
 _COUNTED = 256

@@ -123,7 +123,6 @@ class SequenceView(ArrangedView):
     def arrange(
         self, request: DatasetRequest, name: str, splits: Mapping[str, ImageSplit]
     ) -> DataSource:
-        super().arrange(request, name, splits)  # for its checks
         transforms = self.sized_transforms(request)
         packed = {
             split: PackedSplit(request, images, transforms[split], self.pack)

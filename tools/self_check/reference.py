@@ -119,7 +119,7 @@ class _Training:
         if any(feature.objective for feature in run.config.active_features):
             same, nothing = nn.Identity(), lambda *_: None
             alone = SimpleNamespace(
-                **dict.fromkeys(("constant", "sum", "mean", "all_gather", "reduce_scatter"), same),
+                **dict.fromkeys(("constant", "sum", "mean", "all_gather"), same),
                 **dict.fromkeys(("begin_micro_batch", "end_step"), nothing),
                 replicas_here=1,
                 teacher=teacher,
