@@ -1,14 +1,23 @@
 """The parts that benchmarks share: measuring processes, failures, commits, tables and memory."""
 
+import argparse
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from config_fields import local_path
+
+Measured = TypeVar("Measured")
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUT_OF_MEMORY = re.compile(
@@ -72,6 +81,50 @@ def markdown(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table, the first of ``rows`` its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def options_of_runs(description: str, epochs: int) -> argparse.Namespace:
+    """Return the options of a benchmark that trains with several seeds: ``seeds``, ``epochs``, by
+    default so many, and ``json``, a file or None."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument(
+        "--epochs", type=int, default=epochs, help=f"epochs of each run (default: {epochs})"
+    )
+    parser.add_argument(
+        "--json", type=local_path, metavar="FILE", help="write all figures to this JSON file"
+    )
+    options = parser.parse_args()
+    if min(options.seeds, options.epochs) < 1:
+        parser.error("--seeds and --epochs must be 1 or more")
+    return options
+
+
+def measure_runs(
+    measure: Callable[[str, int], Measured],
+    ways: Iterable[str],
+    options: argparse.Namespace,
+    about: Mapping[str, Any],
+) -> list[Measured]:
+    """Return what ``measure`` returns for each way and seed, dataclasses; after each run, write
+    all to ``--json``, with what else it is ``about``."""
+    runs: list[Measured] = []
+    plan = [(way, seed) for seed in range(options.seeds) for way in ways]
+    for way, seed in tqdm(plan, dynamic_ncols=True):
+        runs.append(measure(way, seed))
+        if options.json:
+            figures = {**about, "runs": [asdict(run) for run in runs]}
+            options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return runs
+
+
+def mean_and_range(values: Sequence[float]) -> str:
+    """Return the mean, the minimum and the maximum in one cell of a table."""
+    return f"{statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def own_memory(name: str) -> int:

@@ -16,9 +16,7 @@ number. The best recall of any such model follows from the captions alone.
 The table has percentages: the mean and, in parentheses, the minimum and maximum of the seeds.
 """
 
-import argparse
 import csv
-import json
 import multiprocessing
 import os
 import platform
@@ -27,7 +25,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,12 +34,18 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before PyT
 import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
-from tqdm import tqdm
 
 import run_vit_training
 import training.train  # noqa: F401 - once, for all runs
-from benchmarks.common import ROOT, commit, last_json, markdown
-from config_fields import local_path
+from benchmarks.common import (
+    ROOT,
+    commit,
+    last_json,
+    markdown,
+    mean_and_range,
+    measure_runs,
+    options_of_runs,
+)
 from data.config import DataConfig
 from data.source import DatasetRequest
 from features.image_text.captioned_mosaics import CaptionedSplit, Scene, scenes_of
@@ -295,41 +299,24 @@ def table(runs: list[Figures]) -> list[str]:
         row = [title]
         for way in rows[0][1:-2]:
             values = [np.atleast_1d(getattr(run, name)) for run in runs if run.way == way]
-            row.append(", ".join(spread(each) for each in zip(*values, strict=True)))
+            row.append(", ".join(mean_and_range(each) for each in zip(*values, strict=True)))
         row += [", ".join(f"{value:.1f}" for value in cell) for cell in (best, guessed)]
         rows.append(row)
     return markdown(rows)
 
 
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs of each run (default: 8)")
-    parser.add_argument(
-        "--json", type=local_path, metavar="FILE", help="write all figures to this JSON file"
-    )
-    options = parser.parse_args()
-    if min(options.seeds, options.epochs) < 1:
-        parser.error("--seeds and --epochs must be 1 or more")
-    name, runs = commit(), list[Figures]()
+    options, name = options_of_runs(__doc__, epochs=8), commit()
     print(f"commit {name}, {platform.machine()}, one core, {options.epochs} epochs of 128 steps")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "pairs"
         write_pairs(data)
-        plan = [(way, seed) for seed in range(options.seeds) for way in WAYS]
-        for way, seed in tqdm(plan, dynamic_ncols=True):
-            runs.append(measure(data, way, seed, options.epochs))
-            if options.json:
-                figures = {"commit": name, "runs": [*map(asdict, runs)]}
-                options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        runs = measure_runs(
+            lambda way, seed: measure(data, way, seed, options.epochs),
+            WAYS,
+            options,
+            {"commit": name},
+        )
     print("\n".join(table(runs)))
 
 

@@ -9,27 +9,23 @@ program's own command line on one core. The table has percentages on val/, the m
 parentheses, the minimum and maximum of the seeds; the rarest classes are the three smallest.
 """
 
-import argparse
 import csv
-import json
 import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before PyTorch is imported
 
-from tqdm import tqdm
 
 import run_vit_training
 import training.train  # noqa: F401 - once, for all runs
-from benchmarks.common import commit, markdown
-from config_fields import local_path
+from benchmarks.common import commit, markdown, mean_and_range, measure_runs, options_of_runs
 from data.digits import CLASSES, write_digits
 
 WAYS = {
@@ -117,36 +113,23 @@ def table(runs: list[Figures]) -> list[str]:
         row = [way]
         for name in ("top1", "balanced", "rare", "rarest"):
             values = [getattr(run, name) for run in runs if run.way == way]
-            row.append(f"{statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f})")
+            row.append(mean_and_range(values))
         rows.append(row)
     return markdown(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    parser.add_argument("--epochs", type=int, default=40, help="epochs of each run (default: 40)")
-    parser.add_argument(
-        "--json", type=local_path, metavar="FILE", help="write all figures to this JSON file"
-    )
-    options = parser.parse_args()
-    if min(options.seeds, options.epochs) < 1:
-        parser.error("--seeds and --epochs must be 1 or more")
-    name, runs = commit(), list[Figures]()
+    options, name = options_of_runs(__doc__, epochs=40), commit()
     print(f"commit {name}, {platform.machine()}, one core, {sum(SIZES)} training images: {SIZES}")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "digits"
         thin_out(data)
-        plan = [(way, seed) for seed in range(options.seeds) for way in WAYS]
-        for way, seed in tqdm(plan, dynamic_ncols=True):
-            runs.append(measure(data, way, seed, options.epochs))
-            if options.json:
-                figures = {"commit": name, "sizes": SIZES, "runs": [*map(asdict, runs)]}
-                options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        runs = measure_runs(
+            lambda way, seed: measure(data, way, seed, options.epochs),
+            WAYS,
+            options,
+            {"commit": name, "sizes": SIZES},
+        )
     print("\n".join(table(runs)))
 
 
