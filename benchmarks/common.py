@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from config_fields import local_path
 
-Measured = TypeVar("Measured")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Measured = TypeVar("Measured", bound="DataclassInstance")
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUT_OF_MEMORY = re.compile(
