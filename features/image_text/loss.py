@@ -12,7 +12,7 @@ Embeddings are exchanged in fp32: they are small beside the weights of towers th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -100,25 +100,48 @@ class _Chunk(NamedTuple):
         return self.logits if self.absent is None else self.logits.masked_fill(self.absent, _ABSENT)
 
 
-class _Side:
-    """The images here with all texts, in chunks, or the texts here with all images."""
+class _Common(NamedTuple):
+    """What both sides know of the pairs."""
 
-    def __init__(self, both: _Both, own: torch.Tensor, others: torch.Tensor) -> None:
-        self._both = both
-        self._own, self._others = own.flatten(0, 1), others.split(both.rows, dim=1)
+    replicas: Replicas
+    padded: bool
+    rows: int
+    """How many pairs of each replica a chunk has."""
+    own_ids: torch.Tensor
+    """The numbers of the pairs here, (own, 1)."""
+    all_ids: Sequence[torch.Tensor]
+    """The numbers of the pairs of all replicas, by chunk."""
+
+
+class _Side:
+    """The images here with all texts, in chunks, or the texts here with all images.
+
+    Knows nothing of the other side: of two objects that refer to each other, Python frees the
+    tensors late, and XLA computes those that are not freed as outputs of the step.
+    """
+
+    def __init__(
+        self,
+        common: _Common,
+        own: torch.Tensor,
+        others: torch.Tensor,
+        scales: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+    ) -> None:
+        """``scales``, ``biases``: by chunk, what products are multiplied by, and what is added to
+        them."""
+        self._common, self._scales, self._biases = common, scales, biases
+        self._own, self._others = own.flatten(0, 1), others.split(common.rows, dim=1)
         self.gradient = torch.zeros_like(self._own)
 
     def __iter__(self) -> Iterator[_Chunk]:
-        both, is_of_images = self._both, self is self._both.images
-        own_ids = both.ids.flatten()[:, None]
-        for number, part in enumerate(self._others):
-            others, ids = both.replicas.all_gather(part).flatten(0, 1), both.all_ids[number]
-            scale, bias = both.own_scale, both.own_bias
-            if not is_of_images:
-                scale, bias = both.all_scales[number], both.all_biases[number]
+        own_ids, all_ids = self._common.own_ids, self._common.all_ids
+        chunks = zip(self._others, all_ids, self._scales, self._biases, strict=True)
+        for part, ids, scale, bias in chunks:
+            others = self._common.replicas.all_gather(part).flatten(0, 1)
             logits = scale * (self._own @ others.T) + bias
             matches, absent = own_ids == ids, None
-            if both.padded:
+            if self._common.padded:
                 absent = (own_ids == PADDING) | (ids == PADDING)
                 matches = matches & ~absent
             yield _Chunk(others, scale, logits, matches, absent)
@@ -138,7 +161,7 @@ class _Side:
             # At once: of all chunks they would have as many numbers as a part of the matrix.
             total = found if total is None else torch.stack([total, found]).logsumexp(0)
         assert total is not None
-        return total.where(total > _ABSENT / 2, 0.0) if self._both.padded else total
+        return total.where(total > _ABSENT / 2, 0.0) if self._common.padded else total
 
 
 class _Both:
@@ -158,23 +181,24 @@ class _Both:
         padded: bool,
         chunk_bytes: int,
     ) -> None:
-        self._pairs, self.ids, self.replicas, self.padded = pairs, ids, replicas, padded
+        self._pairs, self._replicas = pairs, replicas
         all_ids = replicas.all_gather(ids)
         self.count, (self.here, own) = len(all_ids), ids.shape
-        self.rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
-        self.all_ids = self._in_chunks(all_ids)
-        self.own_scale, self.own_bias = (x.flatten()[:, None] for x in (pairs.scale, pairs.bias))
-        self.all_scales, self.all_biases = map(self.of_all, (pairs.scale, pairs.bias))
-        self.images = _Side(self, pairs.images, pairs.texts)
-        self.texts = _Side(self, pairs.texts, pairs.images)
-        self.of_bias = torch.zeros_like(self.own_bias[:, 0])
+        self._rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
+        by_chunk = self._in_chunks(all_ids)
+        common = _Common(replicas, padded, self._rows, ids.flatten()[:, None], by_chunk)
+        own_factors = [[x.flatten()[:, None]] * len(by_chunk) for x in (pairs.scale, pairs.bias)]
+        all_factors = map(self.of_all, (pairs.scale, pairs.bias))
+        self.images = _Side(common, pairs.images, pairs.texts, *own_factors)
+        self.texts = _Side(common, pairs.texts, pairs.images, *all_factors)
+        self.of_bias = torch.zeros_like(pairs.bias.flatten())
 
     def _in_chunks(self, values: torch.Tensor) -> list[torch.Tensor]:
-        return [part.flatten() for part in values.split(self.rows, dim=1)]
+        return [part.flatten() for part in values.split(self._rows, dim=1)]
 
     def of_all(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return the values of all replicas by chunk, given those here, (replicas here, pairs)."""
-        return self._in_chunks(self.replicas.all_gather(values))
+        return self._in_chunks(self._replicas.all_gather(values))
 
     def by_replica(self, values: torch.Tensor) -> torch.Tensor:
         return values.unflatten(0, (self.here, -1))
