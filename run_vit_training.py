@@ -163,10 +163,13 @@ def predict(flags: Flags) -> None:
 
 def compile_only(flags: Flags) -> int:
     """``--compile_only``: compile the step for TPUs without having them."""
-    from tools.compile_only.command import compile_step
+    from tools.compile_only import command, torchtpu
 
+    if flags.run.backend == "torchtpu":
+        check_foreign(flags.backend_configs, "torchtpu", flags.run.explicitly_set)
+        return torchtpu.compile_step(_with_initial_model(flags.run), flags.torch, flags.xla)
     _require_xla(flags, "--compile_only")
-    return compile_step(_with_initial_model(flags.run), flags.xla)
+    return command.compile_step(_with_initial_model(flags.run), flags.xla)
 
 
 def plan(flags: Flags) -> int:

@@ -261,9 +261,10 @@ class Tpu(Device):
     compiler = "tpu"
     compiles_all = True
     written_for = torch_tpu_private.WRITTEN_FOR
+    register = staticmethod(torch_tpu_private.register)
 
     def start(self, *, tf32: bool) -> None:
-        torch_tpu_private.register()
+        self.register()
         self.where = torch.device("tpu")
         # A process that is forked while the runtime's threads hold a lock waits for it for ever:
         # loader processes come from one that has no runtime, and does not load it either.

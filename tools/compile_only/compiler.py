@@ -177,7 +177,7 @@ class Compiled:
     seconds: float
 
 
-def _libtpu_process(variables: Mapping[str, str], stderr: str) -> ProcessPoolExecutor:
+def libtpu_process(variables: Mapping[str, str], stderr: str) -> ProcessPoolExecutor:
     """Return one process whose environment has ``variables``; its stderr goes to the file named.
 
     There libtpu complains that there is no TPU. The process ends with this one, however that ends:
@@ -209,7 +209,7 @@ def compile_graph(
     """
     with (
         tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as stderr,
-        _libtpu_process(variables, stderr.name) as process,
+        libtpu_process(variables, stderr.name) as process,
     ):
         try:
             job = process.submit(_compile, graph, arguments, replicas, topology, by_host)
@@ -339,7 +339,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
         with (
-            _libtpu_process(variables, os.devnull) as process,
+            libtpu_process(variables, os.devnull) as process,
             contextlib.suppress(BrokenProcessPool),
         ):
             for call, config in calls:

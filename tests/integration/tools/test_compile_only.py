@@ -402,13 +402,13 @@ def test_what_takes_long_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(command, "_REPORT_EVERY_S", 0.01)
     monkeypatch.setattr(command.os, "getloadavg", lambda: (10_000.0, 0, 0))
     printed = ""
-    with command._reporting("compiling graph 1 of 2"):
+    with command.reporting("compiling graph 1 of 2"):
         while printed.count("\n") < 3:
             printed += capsys.readouterr().err
     first, second, *_ = printed.splitlines()
     assert first.startswith("compiling graph 1 of 2 ... (load average 10000.0 on ")
     assert second.startswith("compiling graph 1 of 2: 0 min so far (load average 10000.0 on ")
     after = threading.active_count()
-    with command._reporting("another"):
+    with command.reporting("another"):
         assert threading.active_count() == after + 1
     assert threading.active_count() == after
