@@ -46,6 +46,13 @@ def register_without_tpu() -> None:
     _loader._init_device("tpu")
 
 
+def compile_text(module: str) -> None:
+    """Compile a StableHLO module that is written so for this process's device."""
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    tpu_torch_compile.compile_mlir(tpu_torch_compile.parse_mlir_text(module))
+
+
 def device_attributes() -> dict[str, Any]:
     """Return what the runtime knows of this process's device; starts it.
 
@@ -85,8 +92,8 @@ def counts() -> dict[str, int]:
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
-    Each rank of a group enters its device there as "world_topo:RANK" and its attributes, each string
-    after its length,, and reads those of all others.
+    Each rank of a group enters its device there: "world_topo:RANK" and its attributes, strings
+    that follow their lengths. It reads those of all others.
     """
 
     def __init__(self, ranks: int, coordinates: Callable[[int], Sequence[int]]) -> None:

@@ -13,6 +13,7 @@ program starts, its results and its temporaries.
 Not in it: the host's time to launch the programs, and the pauses between them that this causes.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -23,13 +24,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpu_fsdp import resolve_gpu
@@ -54,6 +55,7 @@ from torch_fsdp import devices, torch_tpu_private
 from torch_fsdp.parallel_plan import TorchRun
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
+from training.rules import check_features
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import KNOWN, Topology, parse_topology
 
@@ -73,6 +75,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
         raise UsageError(f"--compile_only accepts one slice, not {asked.tpu_topology}")
     _check_installed()
     warn_of_others(torch_tpu_private.WRITTEN_FOR, timm_private.WRITTEN_FOR)
+    check_features(config, asked)
     topology = parse_topology(asked.tpu_topology)
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
@@ -83,9 +86,10 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     start, load = time.perf_counter(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        variables = _plugin_variables(topology, folder)
         what = f"{run.model_line}, for {topology.name} with libtpu {version('libtpu')}"
         with reporting(f"running {STEPS} steps and compiling their programs: {what}"):
-            recorded = _record(config, backend_config, topology, folder)
+            recorded = _record(config, backend_config, topology, folder, variables)
         seconds = time.perf_counter() - start
         if isinstance(recorded, str):
             needed = compiler.hbm_needed(recorded, 0)
@@ -95,7 +99,10 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             return DOES_NOT_FIT
         step = StepLog((folder / "log").read_text(), recorded.last_step, folder)
         with reporting(f"adding up {sum(step.runs.values())} programs"):
-            graphs = [_graph(step, number, topology, links) for number in step.runs]
+            kernels = folder / "kernels"
+            kernels.mkdir()
+            variables["PLACEHOLDER_FOLDER"] = str(kernels)
+            graphs = [_graph(step, number, links, variables) for number in step.runs]
     compile_s = sum(graph.compiled.seconds for graph in graphs if graph.compiled)
     report = make_report(
         topology=topology,
@@ -113,9 +120,13 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
         cores=cores(),
         versions={package: version(package) for package in ("torch_tpu", "libtpu")},
     )
+    report["programs"] = programs = _programs(graphs)
     if hlo_dir:
         write_modules(hlo_dir, graphs)
-    return print_report(config, report)
+    code = print_report(config, report)
+    if not config.use.json:
+        print(f"\n{_table(programs)}")
+    return code
 
 
 def _check_installed() -> None:
@@ -144,7 +155,7 @@ class PlaceholderTpu(devices.Tpu):
         return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_rank_0(ranks: int) -> Iterator[None]:
     """Have the run resolved as in the first of so many processes, on a host with this device."""
     before = dict(os.environ)
@@ -162,8 +173,10 @@ def _as_rank_0(ranks: int) -> Iterator[None]:
 
 
 def _resolve(config: RunConfig, backend_config: TorchConfig, topology: Topology) -> TorchRun:
+    # --json requires --compile_only, which is no flag of this backend's runs.
+    plain = replace(config, backend="torchtpu", use=replace(config.use, json=False))
     with _as_rank_0(topology.devices):
-        return resolve_gpu.resolve(replace(config, backend="torchtpu"), backend_config)
+        return resolve_gpu.resolve(plain, backend_config)
 
 
 @dataclass(frozen=True)
@@ -177,14 +190,12 @@ class Recorded:
     description: str
 
 
-def _record(
-    config: RunConfig, backend_config: TorchConfig, topology: Topology, folder: Path
-) -> Recorded | str:
-    """Run the steps in a process of their own, which leaves its log and its programs in the folder.
-    Returns the error where the compiler refuses a program. Raises UsageError."""
+def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
+    """Build the plugin into the folder, where it writes; return the environment of its processes.
+    Raises UsageError."""
     plugin = folder / "placeholder_tpu.so"
-    command = ["cc", "-shared", "-fPIC", "-O1", "-o", plugin, PLUGIN, "-ldl", "-lpthread"]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = ["cc", "-shared", "-fPIC", "-O1", "-o", str(plugin), str(PLUGIN), "-ldl", "-lpthread"]
+    built = subprocess.run(words, capture_output=True, text=True, check=False)
     if built.returncode:
         raise UsageError(f"cc cannot compile {PLUGIN}: {built.stderr.strip()[:300]}")
     package = importlib.util.find_spec("libtpu")
@@ -200,6 +211,18 @@ def _record(
     }
     if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips
         variables["PLACEHOLDER_CHIPS_PER_HOST"] = f"1,{topology.slice_chips},1"
+    return variables
+
+
+def _record(
+    config: RunConfig,
+    backend_config: TorchConfig,
+    topology: Topology,
+    folder: Path,
+    variables: Mapping[str, str],
+) -> Recorded | str:
+    """Run the steps in a process of their own, which leaves its log and its programs in the folder.
+    Returns the error where the compiler refuses a program. Raises UsageError."""
     with (
         tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as stderr,
         compiler.libtpu_process(variables, stderr.name) as process,
@@ -213,13 +236,21 @@ def _record(
             raise UsageError(f"libtpu crashed on this step ({why})") from None
 
 
+def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> None:
+    """Compile a kernel alone, in a process whose environment names the plugin."""
+    del topology  # in the environment
+    if not hasattr(torch, "tpu"):
+        torch_tpu_private.register_without_tpu()
+    with contextlib.suppress(RuntimeError):  # no cycles then
+        torch_tpu_private.compile_text(compiler.module_of_kernel(call, config)[0])
+
+
 def _run_steps(
     config: RunConfig, backend_config: TorchConfig, topology: Topology, folder: Path
 ) -> Recorded | str:
     """Train the steps in this process, whose environment names the plugin."""
     import pkgutil
 
-    import torch
     import torch._functorch.config
     import torch.distributed as dist
 
@@ -281,7 +312,7 @@ def _uninitialized(module: nn.Module, name: str) -> None:
             part.to_empty(device="cpu", recurse=False)
 
 
-# -- the log of placeholder_tpu.c -------------------------------------------------------------------
+# -- the log of placeholder_tpu.c -----------------------------------------------------------------
 
 
 @dataclass
@@ -301,7 +332,7 @@ class StepLog:
 
     @cached_property
     def compiled(self) -> Mapping[int, list[int]]:
-        """Nanoseconds, and bytes of arguments, results, aliases, temporaries and peak, by number."""
+        """By number: nanoseconds; bytes of arguments, results, aliases, temporaries, peak."""
         lines = (line.split() for line in self.text.splitlines())
         return {
             int(words[1]): [int(word) for word in words[2:]]
@@ -352,9 +383,13 @@ class StepLog:
         return {}
 
 
-def _graph(step: StepLog, number: int, topology: Topology, links: Links) -> CompiledGraph:
-    """Return what is known of a program of the step."""
-    hlo = step.module(number, "after_codegen")
+def _graph(step: StepLog, number: int, links: Links, variables: dict[str, str]) -> CompiledGraph:
+    """Return what is known of a program of the step. ``variables``: of processes that compile its
+    kernels alone."""
+    topology = links.topology
+    hlo = compiler.write_kernel_cycles(
+        step.module(number, "after_codegen"), topology, variables, _compile_kernel
+    )
     nanoseconds, arguments, outputs, _, temporaries, peak = step.compiled[number]
     compiled = Compiled(
         fits=True,
@@ -376,3 +411,44 @@ def _graph(step: StepLog, number: int, topology: Topology, links: Links) -> Comp
         flops=topology.devices * count_flops(traced),
         resident_bytes=max(0, step.peaks[number] - peak),
     )
+
+
+def _programs(graphs: list[CompiledGraph]) -> list[dict[str, Any]]:
+    """Return the programs of a step, those that take longest first; seconds are of all runs."""
+    programs = []
+    for number, graph in enumerate(graphs, 1):
+        assert graph.compiled
+        assert graph.expected
+        name = re.match(r"HloModule (?:tt_jit_)?([\w.\-]+)", graph.compiled.hlo)
+        programs.append(
+            {
+                "graph": number,
+                "name": name[1] if name else "",
+                "runs": graph.runs,
+                "seconds": graph.runs * graph.expected.seconds,
+                "waiting_s": graph.runs * graph.expected.waiting_s,
+                "flops": graph.runs * graph.flops,
+                "compile_s": graph.compiled.seconds,
+            }
+        )
+    return sorted(programs, key=lambda program: -program["seconds"])
+
+
+_SHOWN = 20
+"""Programs in the table; the rest is one row."""
+
+
+def _table(programs: list[dict[str, Any]]) -> str:
+    """Return the programs that take longest as a table to read."""
+    lines = ["     ms  waiting ms   runs  program"]
+    rest = programs[_SHOWN:]
+    shown = programs[:_SHOWN]
+    if rest:
+        sums = {
+            key: sum(program[key] for program in rest) for key in ("seconds", "waiting_s", "runs")
+        }
+        shown = [*shown, {**sums, "name": f"the other {len(rest)}"}]
+    for row in shown:
+        seconds, waiting = 1e3 * row["seconds"], 1e3 * row["waiting_s"]
+        lines.append(f"{seconds:7.2f}  {waiting:10.2f}  {row['runs']:5}  {row['name'][:60]}")
+    return "\n".join(lines)
