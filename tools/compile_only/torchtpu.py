@@ -79,7 +79,12 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     topology = parse_topology(asked.tpu_topology)
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
-    run = _resolve(config, backend_config, topology)
+    run = resolve_for_slice(config, backend_config, topology)
+    if run.mesh.fsdp != run.mesh.devices:
+        raise UsageError(
+            "--compile_only with --backend torchtpu compiles FSDP over all devices only, not "
+            f"{run.mesh}: drop --mesh_dcn, --mesh_domain and --run_without_fsdp"
+        )
     links = Links(topology)
     hlo_dir = make_hlo_dir(asked.hlo_dir)
 
@@ -172,7 +177,10 @@ def _as_rank_0(ranks: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _resolve(config: RunConfig, backend_config: TorchConfig, topology: Topology) -> TorchRun:
+def resolve_for_slice(
+    config: RunConfig, backend_config: TorchConfig, topology: Topology
+) -> TorchRun:
+    """Return the run on a slice that need not exist here. Raises UsageError."""
     # --json requires --compile_only, which is no flag of this backend's runs.
     plain = replace(config, backend="torchtpu", use=replace(config.use, json=False))
     with _as_rank_0(topology.devices):
@@ -260,7 +268,7 @@ def _run_steps(
     from training.step import put_micro_batches, shard_and_optimize, train_step
 
     torch._functorch.config.enable_autograd_cache = False  # else compiled programs may be read
-    run = _resolve(config, backend_config, topology)
+    run = resolve_for_slice(config, backend_config, topology)
     device = PlaceholderTpu()
     device.start(tf32=False)
     places = Links(topology).places
