@@ -416,7 +416,10 @@ def as_table(report: dict[str, Any]) -> str:
         if report["expected_unknown"]:
             how += f"; {report['expected_unknown']} instructions estimated from their bytes"
         if "programs" in report:
-            how += f"; without the host's time to launch {report['graphs']} programs"
+            how += (
+                f"; without the host's time to launch {report['graphs']} programs, "
+                f"{ms('host_s')} on this machine"
+            )
             error = "not compared with any run"
         elif report["topology"].startswith("tpu7x:"):
             error = "2.6 points too low for the only published run on TPU7x"

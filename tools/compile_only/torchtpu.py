@@ -10,7 +10,8 @@ The expected step is the sum over its programs: a device runs one after the othe
 starts and ends with nothing in flight. The memory is replayed: what lives on the device when a
 program starts, its results and its temporaries.
 
-Not in it: the host's time to launch the programs, and the pauses between them that this causes.
+Not in it: the host's time to launch the programs, and the pauses between them that this causes. It
+is measured on this machine, and told beside the expected step.
 """
 
 import contextlib
@@ -102,7 +103,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
                 raise UsageError(f"the TPU compiler rejects a program of the step: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
-        step = StepLog((folder / "log").read_text(), recorded.last_step, folder)
+        step = StepLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
         with reporting(f"adding up {sum(step.runs.values())} programs"):
             kernels = folder / "kernels"
             kernels.mkdir()
@@ -120,6 +121,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
         mesh=asdict(run.mesh),
         sharding=recorded.description,
         state_bytes=recorded.state_bytes,
+        host_s=recorded.host_s,
         trace_s=seconds - compile_s,
         load_average=load,
         cores=cores(),
@@ -195,6 +197,8 @@ class Recorded:
     """Where the log of the last step starts and ends."""
     state_bytes: int
     """Parameters and optimizer state on one device."""
+    host_s: float
+    """The host's time for the last step, in which no device computed."""
     description: str
 
 
@@ -203,7 +207,9 @@ def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
     Raises UsageError."""
     plugin = folder / "placeholder_tpu.so"
     words = ["cc", "-shared", "-fPIC", "-O1", "-o", str(plugin), str(PLUGIN), "-ldl", "-lpthread"]
-    built = subprocess.run(words, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        words, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
+    )
     if built.returncode:
         raise UsageError(f"cc cannot compile {PLUGIN}: {built.stderr.strip()[:300]}")
     package = importlib.util.find_spec("libtpu")
@@ -289,6 +295,7 @@ def _run_steps(
         rates = StepRates(optimizer.lr, rope_factors=rope_factors(run).at(0))
         ends = []
         for step in range(STEPS):
+            start = time.perf_counter()
             micro_batches = put_micro_batches(
                 backend, batch, fields, run.config.data.grad_accum_steps
             )
@@ -302,12 +309,14 @@ def _run_steps(
                 max_norm=optimizer.clip_grad_norm,
             )
             device.synchronize()
+            host_s = time.perf_counter() - start
             ends.append((folder / "log").stat().st_size)
     except RuntimeError as error:  # the compiler's among them
         return str(error)
     return Recorded(
         last_step=(ends[-2], ends[-1]),
         state_bytes=sum(backend.state_bytes().values()),
+        host_s=host_s,
         description=backend.describe(),
     )
 
