@@ -276,7 +276,7 @@ def _run_steps(
     torch._functorch.config.enable_autograd_cache = False  # else compiled programs may be read
     run = resolve_for_slice(config, backend_config, topology)
     device = PlaceholderTpu()
-    device.start(tf32=False)
+    device.start(tf32=False, products=run.plan.products)
     places = Links(topology).places
 
     def coordinates(rank: int) -> tuple[int, int, int, int]:

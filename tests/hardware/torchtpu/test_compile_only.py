@@ -91,3 +91,10 @@ def test_programs_are_linear_in_depth(two_blocks):
     assert four - three == three - two
     assert not two - three
     assert (three - two)["distributed.all_gather_into_tensor"] == 2
+
+
+@pytest.mark.long
+def test_attention_with_wide_heads():
+    """In bf16 torch_tpu's kernel for heads of 160, as vit_10b's, takes products of bf16 only."""
+    found = compiled(1, "--num_heads", "2", "--embed_dim", "320", "--image_size", "224")
+    assert found["expected_kernels_s"] > 0
