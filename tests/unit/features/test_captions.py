@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import pytest
 
@@ -9,6 +10,7 @@ from data.batch import BatchShard, SampleIndex
 from data.digits import read_digits
 from data.files import DataFolderError
 from data.pack import main as pack
+from features.image_text.view import describe_texts
 from tests.support.archives import write_tar
 from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
 from tests.support.loading import check_same_epochs, concatenated
@@ -46,6 +48,29 @@ def test_every_form_gives_the_same_pairs(form, tmp_path):
 def source_flags(source):
     config = next(iter(source.splits.values())).request.config
     return {"data_source": config.data_source, "labels": config.labels}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_log_says_of_texts(form, tmp_path):
+    split = opened(tmp_path, write_pairs(tmp_path, form)).splits["train"]
+    count = ROWS["train"] + (8 if form != "txt" else 0)
+    lengths = [len(text) for n in range(ROWS["train"]) for text in captions("train", n)]
+    assert max(lengths) < 32
+    whole = f"texts: 257 tokens (bytes); 0 of the first {count} captions are truncated"
+    assert describe_texts(split, split.request.view, "bytes").startswith(whole)
+
+
+def test_captions_far_away_are_read_at_the_same_time(tmp_path, monkeypatch):
+    split = opened(tmp_path, write_pairs(tmp_path, "json")).splits["train"]
+    both_asked, read = threading.Barrier(2, timeout=60), type(split).value
+
+    def value(self, number, name):
+        if number < 2:
+            both_asked.wait()
+        return read(self, number, name)
+
+    monkeypatch.setattr(type(split), "value", value)
+    assert "0 of the first 20 captions" in describe_texts(split, split.request.view, "bytes")
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])
