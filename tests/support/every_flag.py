@@ -90,6 +90,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "val_captions": ("1", "3"),
     "zero_shot": (str(DIGITS),),
     "zero_shot_every": ("0", "1"),
+    "zero_shot_columns": ("image label",),
     "logit_scale_init": ("1", "20"),
     "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
@@ -226,6 +227,7 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
         "class_map": (f"{folder}/classes.txt",),
         "class_names": (f"{folder}/classes.txt",),
         "prompts": (f"{folder}/prompts.txt",),
+        "zero_shot_labels": (f"{folder}/images.csv",),
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
@@ -288,6 +290,10 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         f"--zero_shot {DIGITS}": {
             "tokenizer": "--tokenizer bytes",
         },
+        "--zero_shot_source webdataset": {"zero_shot": f"--zero_shot {folder}/shards"},
+        "--zero_shot_source parquet": {"zero_shot": f"--zero_shot {folder}/tables/parquet"},
+        "--zero_shot_source huggingface": {"zero_shot": f"--zero_shot {folder}/tables/saved"},
+        "--zero_shot_columns image label": {"zero_shot": f"--zero_shot {folder}/tables/parquet"},
         "--data_source captioned_mosaics": pairs
         | {
             "data_source": "--data_source captioned_mosaics",
