@@ -179,7 +179,8 @@ class ImageTextConfig:
     tokenizer: str | None = _flag(
         None,
         "what makes tokens of texts; bytes: their bytes in UTF-8; FILE: a tokenizer.json of the "
-        "package tokenizers, or the folder with it and tokenizer_config.json; "
+        "package tokenizers, or the folder with it and tokenizer_config.json, or CLIP's "
+        "bpe_simple_vocab_16e6.txt.gz; "
         "hf-hub:OWNER/NAME[@REVISION]: those on the Hugging Face Hub. A copy is saved beside the "
         "checkpoints (docs/image_text.md) (default: none; texts require one)",
         kind=path_or_url,
