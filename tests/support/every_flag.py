@@ -272,6 +272,7 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
                 *("--max_images_per_sequence 1", "--max_images_per_sequence 255"),
                 *("--max_tokens_per_image 5", "--max_tokens_per_image 12"),
                 *("--side_scale 0.5 1", "--side_scale 2 2", "--resize_to_budget"),
+                *("--pos_embed_interp_mode bicubic", "--pos_embed_interp_mode bilinear"),
             )
         },
         "--rope_rescale_coords 1": {"model": f"--model {EVA}"},
