@@ -275,6 +275,10 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
                 *("--pos_embed_interp_mode bicubic", "--pos_embed_interp_mode bilinear"),
             )
         },
+        **{
+            typed: {"data_source": "--data_source folder"}
+            for typed in ("--image_size_schedule 8:0.5 16:0.5", "--image_size_schedule 8 16")
+        },
         "--rope_rescale_coords 1": {"model": f"--model {EVA}"},
         "--rope_rescale_coords 2": {"model": f"--model {EVA}"},
         "--global_pool token": {"class_token": "--class_token"},

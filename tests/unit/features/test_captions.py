@@ -5,14 +5,17 @@ import re
 import threading
 
 import pytest
+import torch
 
 from data.batch import BatchShard, SampleIndex
 from data.digits import read_digits
 from data.files import DataFolderError
 from data.pack import main as pack
-from features.image_text.view import describe_texts
+from features.image_sizes.schedule import SizeScheduleView
+from features.image_text.tokenizer import ByteTokenizer
+from features.image_text.view import ImageTextView, describe_texts
 from tests.support.archives import write_tar
-from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
+from tests.support.captioned import LENGTH, ROWS, captions, image, opened, text, write_pairs
 from tests.support.loading import check_same_epochs, concatenated
 
 pytestmark = pytest.mark.fast
@@ -235,6 +238,24 @@ def test_mosaics_hold_out_combinations():
     # Each word of a validation caption is known from training.
     words = {word for each in of_train for word in each.split()}
     assert {word for captions in of_val for each in captions for word in each.split()} <= words
+
+
+def test_mosaics_have_the_sizes_of_a_schedule():
+    tokenizer = ByteTokenizer(LENGTH, canonical=False)
+    pairs = ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, ())
+    sizes = {"image_size_schedule": ["16:0.5", "24:0.5"], "scale": (1.0, 1.0), "hflip": 0.0}
+    flags = {"data_source": "captioned_mosaics", **sizes}
+    whole = opened("", {"data_source": "captioned_mosaics", **sizes}, size=24)
+    source = opened("", flags, size=24, view=SizeScheduleView(view=pairs))
+    loader = source.train_loader(4, BatchShard(), steps=4).epoch(0)
+    plain = whole.train_loader(4, BatchShard(), steps=4).epoch(0)
+    for side, batch, other in zip((16, 16, 24, 24), loader, plain, strict=False):
+        assert batch["image"].shape == (4, 3, side, side)
+        assert batch["text"].equal(other["text"])
+        resized = torch.nn.functional.interpolate(
+            other["image"].float(), side, mode="bicubic", antialias=True
+        )
+        assert (batch["image"] - resized).abs().mean() < 3
 
 
 def test_mosaics_show_what_their_captions_say():
