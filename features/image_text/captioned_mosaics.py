@@ -5,9 +5,11 @@ captions that say how many there are, or where.
     two sevens and a one             a one and two sevens
     an eight at the bottom right     four sixes
 
-A fifth of the combinations of digits, counts and places is for validation, one image of each: none
-of their captions is in a training image, and the digits are written by other hands. So a model must
-have learned what the parts of a caption mean. The digits are scikit-learn's (``data/digits.py``).
+Some combinations of digits, counts and places are for validation, one image of each: none of their
+captions is in a training image, and the digits are written by other hands. So a model must have
+learned what the parts of a caption mean. Most of them share their words with another one, such as
+"a three above a seven", that is for validation, too: what tells the two apart is word order. The
+digits are scikit-learn's (``data/digits.py``).
 """
 
 from __future__ import annotations
@@ -100,9 +102,9 @@ class CaptionedSplit(ImageSplit):
 
 
 def scenes_of(split: str) -> list[Scene]:
-    """Return the combinations of a split. Those whose captions have the same words are in the same
-    split. For validation are, of each kind, a quarter of the combinations that share their words
-    with another one, and a twentieth of those that do not."""
+    """Return the combinations of a split. Those with the same words are in the same split. For
+    validation are, of each kind, a quarter of the combinations that share their words with another
+    one, and a twentieth of those that do not."""
     random, chosen = np.random.default_rng(0), list[Scene]()
     for scenes in (beside(), placed(), counted(), counted_both()):
         alike = same_words(scenes)
