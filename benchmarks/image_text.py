@@ -313,7 +313,7 @@ def table(runs: list[Figures]) -> list[str]:
 
 
 def main() -> None:
-    options, name = options_of_runs(__doc__, epochs=4), commit()
+    options, name = options_of_runs(__doc__, epochs=8), commit()
     print(f"commit {name}, {platform.machine()}, one core, {options.epochs} epochs of 256 steps")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "pairs"
