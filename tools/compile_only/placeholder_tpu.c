@@ -2,8 +2,8 @@
 //
 // A program that takes it for libtpu sees one device of its own in the slice PLACEHOLDER_TOPOLOGY
 // ("v6e:4x4"). Each program is compiled by libtpu (PLACEHOLDER_LIBTPU) for that slice. Buffers have
-// a shape and no memory: what is read back is zero. In the folder PLACEHOLDER_FOLDER, the file "log"
-// has a line for each event, and N/ the dump of XLA for the N-th compiled program. Lines:
+// a shape and no memory: what is read back is zero. In the folder PLACEHOLDER_FOLDER, the file
+// "log" has a line for each event, and N/ the dump of XLA for the N-th compiled program. Lines:
 //
 //   compiled N NANOSECONDS ARGUMENT_BYTES OUTPUT_BYTES ALIASED_BYTES TEMPORARY_BYTES PEAK_BYTES
 //   executed N ARGUMENTS... -> KEPT... -> RESULTS...
@@ -24,7 +24,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
-// -- of XLA's xla/pjrt/c/pjrt_c_api.h, what is needed here (structures only grow at their ends) -----
+// -- of XLA's xla/pjrt/c/pjrt_c_api.h, what is needed here (structures only grow at their ends) -
 
 #define ARGS(...) struct { size_t struct_size; void *extension; __VA_ARGS__; }
 typedef void *Function(void *);
@@ -88,15 +88,18 @@ static Layouts *libtpu_layouts;
 #define OBJECT(...) struct { void *functions; __VA_ARGS__; }
 typedef OBJECT(int id; const char *kind) Memory;
 typedef OBJECT(void *description; int id) Device;
-typedef OBJECT(int type; size_t rank; int64_t dims[16]; long number; Memory *memory; bool deleted) Buffer;
+typedef OBJECT(int type; size_t rank; int64_t dims[16]; long number; Memory *memory;
+               bool deleted) Buffer;
 typedef struct { const unsigned char *bytes; size_t size; } Bytes;
-typedef OBJECT(int number; void *executable; size_t outputs; int *types; int64_t *dims; size_t *ranks;
+typedef OBJECT(int number; void *executable; size_t outputs; int *types; int64_t *dims;
+               size_t *ranks;
                Bytes assignment) Loaded;
 
 static void *topology;
 static Device *devices, **device_list;
 static size_t device_count;
-static Memory memories[] = {{NULL, 0, "device"}, {NULL, 1, "pinned_host"}, {NULL, 2, "unpinned_host"}};
+static Memory memories[] = {
+    {NULL, 0, "device"}, {NULL, 1, "pinned_host"}, {NULL, 2, "unpinned_host"}};
 static Memory *memory_list[] = {&memories[0], &memories[1], &memories[2]};
 enum { MEMORIES = 3 };
 static OBJECT(int unused) client, event;  // the event has happened
@@ -141,17 +144,21 @@ static void *event_on_ready(void *raw) {
 }
 
 static void *client_create(void *raw) {
-  ARGS(const NamedValue *options; size_t count; void *get, *get_arg, *put, *put_arg; void *client) *a = raw;
-  const char *name = getenv("PLACEHOLDER_TOPOLOGY"), *bounds = getenv("PLACEHOLDER_CHIPS_PER_HOST");
+  ARGS(const NamedValue *options; size_t count; void *get, *get_arg, *put, *put_arg;
+       void *client) *a = raw;
+  const char *name = getenv("PLACEHOLDER_TOPOLOGY");
+  const char *bounds = getenv("PLACEHOLDER_CHIPS_PER_HOST");
   int64_t chips[3] = {0};
-  NamedValue option = {sizeof option, NULL, "chips_per_host_bounds", 21, INT64_LIST, {.integers = chips}, 3};
+  NamedValue option = {sizeof option, NULL, "chips_per_host_bounds", 21, INT64_LIST,
+                       {.integers = chips}, 3};
   if (bounds) sscanf(bounds, "%ld,%ld,%ld", &chips[0], &chips[1], &chips[2]);
   ARGS(const char *name; size_t name_size; const NamedValue *options; size_t count; void *topology)
       create = {sizeof create, NULL, name, strlen(name), &option, bounds ? 1 : 0};
   void *error = libtpu[TOPOLOGY_CREATE](&create);
   if (error) return error;
   topology = create.topology;
-  ARGS(void *topology; void *const *descriptions; size_t count) described = {sizeof described, NULL, topology};
+  ARGS(void *topology; void *const *descriptions; size_t count)
+      described = {sizeof described, NULL, topology};
   error = libtpu[TOPOLOGY_DESCRIPTIONS](&described);
   if (error) return error;
   device_count = described.count;
@@ -164,7 +171,8 @@ static void *client_create(void *raw) {
     devices[i] = (Device){NULL, described.descriptions[i], id.id};
     // In the order of their ids, this process's own device first.
     size_t place = i;
-    for (; place && device_list[place - 1]->id > id.id; place--) device_list[place] = device_list[place - 1];
+    for (; place && device_list[place - 1]->id > id.id; place--)
+      device_list[place] = device_list[place - 1];
     device_list[place] = &devices[i];
   }
   char path[4096];
@@ -246,8 +254,10 @@ static void *device_local_hardware_id(void *raw) {
   return NULL;
 }
 static void *device_attributes(void *raw) {
-  ARGS(Device *device; const void *out; size_t count; void *owner; void *(*free)(void *)) *a = raw;
-  ARGS(void *description; size_t count; const void *out) asked = {sizeof asked, NULL, a->device->description};
+  ARGS(Device *device; const void *out; size_t count; void *owner;
+       void *(*free)(void *)) *a = raw;
+  ARGS(void *description; size_t count; const void *out)
+      asked = {sizeof asked, NULL, a->device->description};
   void *error = libtpu[DESCRIPTION_ATTRIBUTES](&asked);
   a->out = asked.out, a->count = asked.count, a->owner = NULL, a->free = nothing;
   return error;
@@ -286,9 +296,9 @@ static void *memory_kind(void *raw) {  // also its description
 // -- buffers --------------------------------------------------------------------------------------
 
 static void *client_buffer_from_host(void *raw) {
-  ARGS(void *client; const void *data; int type; const int64_t *dims; size_t rank; const int64_t *strides;
-       size_t stride_count; int semantics; Device *device; Memory *memory; void *layout; void *done;
-       Buffer *out) *a = raw;
+  ARGS(void *client; const void *data; int type; const int64_t *dims; size_t rank;
+       const int64_t *strides; size_t stride_count; int semantics; Device *device; Memory *memory;
+       void *layout; void *done; Buffer *out) *a = raw;
   a->out = new_buffer(a->type, a->dims, a->rank, a->memory);
   a->done = &event;
   return NULL;
@@ -302,7 +312,8 @@ static void *client_uninitialized_buffer(void *raw) {
 static void *buffer_delete(void *raw) {
   ARGS(Buffer *buffer) *a = raw;
   pthread_mutex_lock(&lock);
-  if (!a->buffer->deleted && a->buffer->memory == memories) fprintf(events, "freed %ld\n", a->buffer->number);
+  if (!a->buffer->deleted && a->buffer->memory == memories)
+    fprintf(events, "freed %ld\n", a->buffer->number);
   a->buffer->deleted = true;
   pthread_mutex_unlock(&lock);
   return NULL;
@@ -381,7 +392,7 @@ static void *buffer_pointer(void *raw) {
   return NULL;
 }
 
-// -- layouts: those that the compiler gives arrays by default ----------------------------------------
+// -- layouts: those that the compiler gives arrays by default -----------------------------------
 
 typedef ARGS(void *topology; int type; const int64_t *dims; size_t rank; void *out) LayoutArgs;
 static void *layout_of_client(void *raw) {
@@ -393,7 +404,8 @@ static void *layout_of_client(void *raw) {
 }
 static void *layout_of_buffer(void *raw) {
   ARGS(Buffer *buffer; void *out) *a = raw;
-  LayoutArgs asked = {sizeof asked, NULL, topology, a->buffer->type, a->buffer->dims, a->buffer->rank};
+  const Buffer *b = a->buffer;
+  LayoutArgs asked = {sizeof asked, NULL, topology, b->type, b->dims, b->rank};
   void *error = libtpu_layouts->of_topology(&asked);
   a->out = asked.out;
   return error;
@@ -451,7 +463,9 @@ static void *client_compile(void *raw) {
   Loaded *loaded = calloc(1, sizeof *loaded);
   loaded->number = programs++;
   char folder[120];  // the length of a field above is one byte
-  if (snprintf(folder, sizeof folder, "%s/%d", getenv("PLACEHOLDER_FOLDER"), loaded->number) >= 120) abort();
+  size_t length = snprintf(folder, sizeof folder, "%s/%d", getenv("PLACEHOLDER_FOLDER"),
+                           loaded->number);
+  if (length >= sizeof folder) abort();
   mkdir(folder, 0700);
   char *options = malloc(a->size + 1024);
   memcpy(options, a->options, a->size);
@@ -460,7 +474,8 @@ static void *client_compile(void *raw) {
   size += put_option(options + size, "xla_dump_hlo_as_text", NULL);
   struct timespec from, to;
   clock_gettime(CLOCK_MONOTONIC, &from);
-  ARGS(void *topology; const void *program; const char *options; size_t size; void *client; void *out)
+  ARGS(void *topology; const void *program; const char *options; size_t size; void *client;
+       void *out)
       compile = {sizeof compile, NULL, topology, a->program, options, size};
   void *error = libtpu[COMPILE](&compile);
   clock_gettime(CLOCK_MONOTONIC, &to);
@@ -468,21 +483,25 @@ static void *client_compile(void *raw) {
   pthread_mutex_unlock(&one_at_a_time);
   if (error) return error;
   loaded->executable = compile.out;
-  Bytes assignment = field_of(field_of((Bytes){(const void *)a->options, a->size}, BUILD_OPTIONS), DEVICE_ASSIGNMENT);
-  loaded->assignment = (Bytes){memcpy(malloc(assignment.size + 1), assignment.bytes, assignment.size), assignment.size};
+  Bytes build_options = field_of((Bytes){(const void *)a->options, a->size}, BUILD_OPTIONS);
+  Bytes found = field_of(build_options, DEVICE_ASSIGNMENT);
+  loaded->assignment = (Bytes){memcpy(malloc(found.size + 1), found.bytes, found.size), found.size};
   ARGS(void *executable; int *types; size_t count) types = {sizeof types, NULL, compile.out};
-  ARGS(void *executable; size_t count; int64_t *dims; size_t *ranks) dims = {sizeof dims, NULL, compile.out};
-  ARGS(void *executable; int64_t code, arguments, outputs, aliased, temporaries, host[5], peak, total)
+  ARGS(void *executable; size_t count; int64_t *dims; size_t *ranks)
+      dims = {sizeof dims, NULL, compile.out};
+  ARGS(void *executable; int64_t code, arguments, outputs, aliased, temporaries, host[5], peak,
+       total)
       memory = {sizeof memory, NULL, compile.out};
-  if ((error = libtpu[EXECUTABLE_OUTPUT_TYPES](&types)) || (error = libtpu[EXECUTABLE_OUTPUT_DIMENSIONS](&dims))
+  if ((error = libtpu[EXECUTABLE_OUTPUT_TYPES](&types))
+      || (error = libtpu[EXECUTABLE_OUTPUT_DIMENSIONS](&dims))
       || (error = libtpu[EXECUTABLE_MEMORY_STATS](&memory)))
     return error;
   loaded->outputs = types.count, loaded->types = types.types;
   loaded->dims = dims.dims, loaded->ranks = dims.ranks;
   pthread_mutex_lock(&lock);
   fprintf(events, "compiled %d %ld %ld %ld %ld %ld %ld\n", loaded->number,
-          (to.tv_sec - from.tv_sec) * 1000000000L + to.tv_nsec - from.tv_nsec, (long)memory.arguments,
-          (long)memory.outputs, (long)memory.aliased, (long)memory.temporaries, (long)memory.peak);
+          (to.tv_sec - from.tv_sec) * 1000000000L + to.tv_nsec - from.tv_nsec,
+          (long)memory.arguments, (long)memory.outputs, (long)memory.aliased, (long)memory.temporaries, (long)memory.peak);
   pthread_mutex_unlock(&lock);
   a->out = loaded;
   return NULL;
@@ -509,20 +528,24 @@ static void *loaded_is_deleted(void *raw) {
   return NULL;
 }
 static void *loaded_execute(void *raw) {
-  typedef ARGS(void *sends, *receives; size_t counts[2]; int launch; const int64_t *kept; size_t kept_count) Options;
-  ARGS(Loaded *loaded; Options *options; Buffer *const *const *arguments; size_t device_count, argument_count;
-       Buffer **const *results; void **complete; void *device) *a = raw;
+  typedef ARGS(void *sends, *receives; size_t counts[2]; int launch; const int64_t *kept;
+               size_t kept_count) Options;
+  ARGS(Loaded *loaded; Options *options; Buffer *const *const *arguments;
+       size_t device_count, argument_count; Buffer **const *results; void **complete;
+       void *device) *a = raw;
   Loaded *loaded = a->loaded;
   const int64_t *dims = loaded->dims;
   for (size_t i = 0; i < loaded->outputs; dims += loaded->ranks[i++])
     a->results[0][i] = new_buffer(loaded->types[i], dims, loaded->ranks[i], NULL);
   pthread_mutex_lock(&lock);
   fprintf(events, "executed %d", loaded->number);
-  for (size_t i = 0; i < a->argument_count; i++) fprintf(events, " %ld", a->arguments[0][i]->number);
+  for (size_t i = 0; i < a->argument_count; i++)
+    fprintf(events, " %ld", a->arguments[0][i]->number);
   fprintf(events, " ->");
   for (size_t i = 0; i < a->options->kept_count; i++) fprintf(events, " %ld", a->options->kept[i]);
   fprintf(events, " ->");
-  for (size_t i = 0; i < loaded->outputs; i++) fprintf(events, " %ld", a->results[0][i]->number);
+  for (size_t i = 0; i < loaded->outputs; i++)
+    fprintf(events, " %ld", a->results[0][i]->number);
   fprintf(events, "\n");
   pthread_mutex_unlock(&lock);
   if (a->complete) a->complete[0] = &event;
@@ -532,7 +555,8 @@ static void *loaded_execute(void *raw) {
 // -- the interface --------------------------------------------------------------------------------
 
 static void *missing(void *args) {
-  fprintf(stderr, "placeholder_tpu: no such function here (arguments of %zu bytes)\n", *(size_t *)args);
+  fprintf(stderr, "placeholder_tpu: no such function here (arguments of %zu bytes)\n",
+          *(size_t *)args);
   abort();
 }
 
@@ -555,17 +579,19 @@ const void *GetPjrtApi(void) {
   for (Layouts *each = *(Layouts **)(theirs + 8); each; each = each->next)
     if (each->type == LAYOUTS) libtpu_layouts = each;
   if (!libtpu_layouts) abort();
-  memcpy(&layouts, libtpu_layouts,
-         libtpu_layouts->struct_size < sizeof layouts ? libtpu_layouts->struct_size : sizeof layouts);
+  size_t known = libtpu_layouts->struct_size;
+  memcpy(&layouts, libtpu_layouts, known < sizeof layouts ? known : sizeof layouts);
   layouts.struct_size = sizeof layouts;
   layouts.next = NULL;
   layouts.of_client = layout_of_client, layouts.of_buffer = layout_of_buffer;
   *(Layouts **)(api + 8) = &layouts;
 
-  // libtpu's own: errors, the plugin, descriptions of devices, executables, topologies, compilation.
+  // libtpu's own: errors, the plugin, descriptions of devices, executables, topologies,
+  // compilation.
   size_t count = (size - FIRST_FUNCTION) / sizeof *ours;
   for (size_t i = EVENT_DESTROY; i < count; i++) {
-    bool is_libtpus = (i >= DESCRIPTION_ID && i <= DESCRIPTION_TO_STRING && i != DESCRIPTION_PROCESS_INDEX)
+    bool is_libtpus =
+        (i >= DESCRIPTION_ID && i <= DESCRIPTION_TO_STRING && i != DESCRIPTION_PROCESS_INDEX)
         || (i > EXECUTABLE_DESTROY && i <= EXECUTABLE_SERIALIZE)
         || (i >= TOPOLOGY_CREATE && i <= EXECUTABLE_OUTPUT_DIMENSIONS)
         || i == EXECUTABLE_FINGERPRINT || i == EXECUTABLE_MEMORY_STATS || i == ERROR_PAYLOADS;
@@ -585,9 +611,12 @@ const void *GetPjrtApi(void) {
   ours[CLIENT_COMPILE] = client_compile, ours[CLIENT_BUFFER_FROM_HOST] = client_buffer_from_host;
   ours[CLIENT_UNINITIALIZED_BUFFER] = client_uninitialized_buffer;
   ours[DESCRIPTION_PROCESS_INDEX] = description_process_index;
-  ours[DEVICE_DESCRIPTION] = device_description, ours[DEVICE_IS_ADDRESSABLE] = device_is_addressable;
-  ours[DEVICE_LOCAL_HARDWARE_ID] = device_local_hardware_id, ours[DEVICE_MEMORIES] = device_memories;
-  ours[DEVICE_DEFAULT_MEMORY] = device_default_memory, ours[DEVICE_MEMORY_STATS] = device_memory_stats;
+  ours[DEVICE_DESCRIPTION] = device_description;
+  ours[DEVICE_IS_ADDRESSABLE] = device_is_addressable;
+  ours[DEVICE_LOCAL_HARDWARE_ID] = device_local_hardware_id;
+  ours[DEVICE_MEMORIES] = device_memories;
+  ours[DEVICE_DEFAULT_MEMORY] = device_default_memory;
+  ours[DEVICE_MEMORY_STATS] = device_memory_stats;
   if (count <= LOADED_LOGICAL_IDS) abort();  // an older interface than this was written for
   ours[DEVICE_ATTRIBUTES] = device_attributes, ours[LOADED_LOGICAL_IDS] = loaded_logical_ids;
   ours[LOADED_ASSIGNMENT] = loaded_assignment;
