@@ -501,7 +501,8 @@ static void *client_compile(void *raw) {
   pthread_mutex_lock(&lock);
   fprintf(events, "compiled %d %ld %ld %ld %ld %ld %ld\n", loaded->number,
           (to.tv_sec - from.tv_sec) * 1000000000L + to.tv_nsec - from.tv_nsec,
-          (long)memory.arguments, (long)memory.outputs, (long)memory.aliased, (long)memory.temporaries, (long)memory.peak);
+          (long)memory.arguments, (long)memory.outputs, (long)memory.aliased,
+          (long)memory.temporaries, (long)memory.peak);
   pthread_mutex_unlock(&lock);
   a->out = loaded;
   return NULL;
