@@ -92,6 +92,12 @@ def test_not_compiled(flags, words, capsys, monkeypatch, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_not_compiled_for_gpus(capsys):
+    asked = "--backend cuda --compile_only --tpu_topology v5e:2x2".split()
+    line = told_in_one_line(capsys, *asked, *TINY_MODEL)
+    assert line.startswith("--compile_only requires --backend xla or torchtpu, not cuda")
+
+
 def test_more_processes_than_devices(tpu_host, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     line = told_in_one_line(capsys, "--backend", "torchtpu", "--fake_data", *TINY_MODEL)
