@@ -395,7 +395,8 @@ def as_table(report: dict[str, Any]) -> str:
     rows["FLOPs per chip"] = f"{report['flops_per_chip']:.3e}, {ms('compute_s')} at peak"
 
     if report["expected_step_s"] is not None:
-        rows[f"HBM traffic per {unit}"] = f"{gib('hbm_bytes')}, {ms('hbm_s')} at peak"
+        if report["hbm_bytes"] is not None:
+            rows[f"HBM traffic per {unit}"] = f"{gib('hbm_bytes')}, {ms('hbm_s')} at peak"
         rows[f"collectives per {unit}"] = f"{ms('collective_s')} at peak"
         for kind, size in sorted(report["collective_bytes"].items()):
             count, asynchronous = (
@@ -427,9 +428,12 @@ def as_table(report: dict[str, Any]) -> str:
             error = "5 to 7 points too low for both published runs on v6e"
         else:
             error = "within 3.4 points for half of 16 published runs"
+        if report["roofline_step_s"] is not None:
+            rows |= {
+                "shortest step": f"{ms('roofline_step_s')} (roofline)",
+                "highest MFU": f"{100 * report['roofline_mfu']:.1f} %",
+            }
         rows |= {
-            "shortest step": f"{ms('roofline_step_s')} (roofline)",
-            "highest MFU": f"{100 * report['roofline_mfu']:.1f} %",
             "expected step": f"{ms('expected_step_s')} ({how})",
             "expected MFU": f"{100 * report['expected_mfu']:.1f} % ({error}: docs/compile_only.md)",
             "expected images/s": f"{report['expected_images_per_s']:.4g}",
