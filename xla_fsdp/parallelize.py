@@ -57,7 +57,9 @@ def parallelize_spmd(
                 # Domain without tensor: linear layers gather their weights themselves.
                 split = layout.split_parameters(block)
                 if split and (mesh.domain == 1 or mesh.tensor > 1):
-                    around_blocks.gather_parameters(block, split, layout.gather)
+                    around_blocks.gather_parameters(
+                        block, split, lambda name, weight: layout.gather(weight, name)
+                    )
                 # Rematerialize after changing attention and before wrapping the whole block.
                 if plan.grad_ckpt == "full" and _trains(block):
                     checkpoint_module(block)
