@@ -83,8 +83,9 @@ _LEAST = 1e-30
 
 
 class GatherInFp8(torch.autograd.Function):
-    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along a
-    sharded dimension: each device finds those of its part. The gradient is not rounded."""
+    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along the
+    first sharded dimension: each device finds those of its part, with those that have the rest of
+    it if another dimension is sharded too. The gradient is not rounded."""
 
     @staticmethod
     def forward(
