@@ -3,13 +3,13 @@
 Glossary: an *axis* belongs to the mesh ("fsdp"), a *dimension* to a tensor. A *logical axis* names
 what a dimension counts ("tokens", "heads"). A *spec* lists, for each dimension of a tensor, the
 mesh axes that shard it. A *factor* of an axis is a prime factor of its size, used as an axis of its
-own by parameters that no whole axis can shard. All backends and the data loader use this module; it
-needs no device.
+own to shard parameters that the whole axis does not divide. All backends and the data loader use
+this module; it needs no device.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from training.config import ShardingConfig
@@ -136,13 +136,13 @@ class Mesh:
             for axes in spec
         )
 
-    def is_split(self, spec: Spec) -> bool:
-        """Return whether dimensions share an axis, or have factors of one only."""
+    def uses_factors(self, spec: Spec) -> bool:
+        """Return whether only some factors of an axis shard a dimension."""
         return any(axis not in self.axis_sizes for axes in spec for axis in axes)
 
     def parts_of_axes(self, spec: Spec) -> list[Axes]:
-        """Return all axes, in order; one of which the spec names factors in parts: the factors on
-        each dimension, and those on none."""
+        """Return all axes, in order; one of which the spec names factors in parts: the factors that
+        shard a dimension, and those that shard none."""
         parts: list[Axes] = []
         for axis, factors in self.factors.items():
             shared = [tuple(a for a in axes if a in factors) for axes in spec]
@@ -178,10 +178,11 @@ class Mesh:
         """Return the spec of a parameter at rest. Its block computes with ``tensor_dim`` sharded.
 
         Shards are even: the largest dimension that is a multiple of the number of devices is
-        sharded over all axes, or else over "fsdp" alone. If there is none, the dimensions of a
-        matrix share the factors of the axes, and a vector is replicated. If "tensor" shards a
-        dimension, "fsdp" and "domain" shard another one, or the shards of the same one, so that
-        gathering over these two leaves the "tensor" shards.
+        sharded over all axes, or else over "fsdp" alone. If there is none, a matrix is sharded
+        over as many factors of the axes as divide one of its dimensions, and replicated over the
+        others; a vector is replicated. If "tensor" shards a dimension, "fsdp" and "domain" shard
+        another one, or the shards of the same one, so that gathering over these two leaves the
+        "tensor" shards.
         """
         along: dict[int, Axes] = {}
         candidates = self._parameter_axes()
@@ -198,26 +199,21 @@ class Mesh:
                 break
         else:
             if sum(size > 1 for size in shape) > 1:
-                self._share(candidates[0], along, shape)
+                before = [along.get(d, ()) for d in range(len(shape))]
+                chosen = [
+                    self._dividing(size // self.shard_count([axes]), candidates[0])
+                    for size, axes in zip(shape, before, strict=True)
+                ]
+                dim = max(
+                    range(len(shape)), key=lambda d: (self.shard_count([chosen[d]]), shape[d])
+                )
+                along[dim] = (*before[dim], *chosen[dim])
         return self._sharded_along(along, len(shape))
 
-    def _share(self, axes: Axes, along: dict[int, Axes], shape: Sequence[int]) -> None:
-        """Add the factors of ``axes`` to the axes ``along`` dimensions: as many as divide one
-        dimension, then as many of the others as divide the next."""
-        factors = [name for names in self.in_factors((axes,)) for name in names]
-        while factors:
-            left = {d: n // self.shard_count([along.get(d, ())]) for d, n in enumerate(shape)}
-            dividing = {d: self._dividing(size, factors) for d, size in left.items()}
-            dim = max(dividing, key=lambda d: (self.shard_count([dividing[d]]), d))
-            if not dividing[dim]:
-                break
-            along[dim] = (*along.get(dim, ()), *dividing[dim])
-            factors = [name for name in factors if name not in dividing[dim]]
-
-    def _dividing(self, size: int, factors: Iterable[str]) -> Axes:
-        """Return as many of the factors as divide ``size`` together, the outermost first."""
+    def _dividing(self, size: int, axes: Axes) -> Axes:
+        """Return as many factors of these axes as divide ``size`` together, the outermost first."""
         chosen: Axes = ()
-        for name in factors:
+        for name in self.in_factors((axes,))[0]:
             if size % self.shard_count([(*chosen, name)]) == 0:
                 chosen = (*chosen, name)
         return chosen
@@ -227,7 +223,7 @@ class Mesh:
         "fsdp". The number of tokens is a multiple of "domain"."""
         width_axes: Axes = ("fsdp",)
         if shape[2] % self.fsdp:
-            width_axes = self._dividing(shape[2], self.factors["fsdp"])
+            width_axes = self._dividing(shape[2], width_axes)
         return self._sharded_along({1: ("domain",), 2: width_axes}, len(shape))
 
     def unsharded_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
@@ -237,8 +233,8 @@ class Mesh:
 
     @property
     def min_shards(self) -> int:
-        """Return the number of shards of a parameter that is not replicated on any devices along
-        "fsdp"."""
+        """Return the least number of shards of a parameter of which no two devices along "fsdp"
+        have the same."""
         return self.shard_count([self._parameter_axes()[-1]])
 
     def _parameter_axes(self) -> list[Axes]:

@@ -83,9 +83,8 @@ _LEAST = 1e-30
 
 
 class GatherInFp8(torch.autograd.Function):
-    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along the
-    first sharded dimension: each device finds those of its part, with those that have the rest of
-    it if another dimension is sharded too. The gradient is not rounded."""
+    """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along a
+    sharded dimension: each device finds those of its part. The gradient is not rounded."""
 
     @staticmethod
     def forward(
@@ -122,7 +121,8 @@ class MeshLayout:
         self.specs: dict[torch.Tensor, Spec] = {}
         """By parameter."""
         self.replicated_bytes = 0
-        """Of parameters whose dimensions do not allow a shard for each device along "fsdp"."""
+        """Of a device's parameters, those beyond what it would have with a shard for each device
+        along "fsdp"."""
         dimensions = logical_axes(run.model.block) if self.mesh.tensor > 1 else {}
         self._tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
@@ -143,12 +143,12 @@ class MeshLayout:
             return self.mesh.position_embedding_spec(shape)
         return self.mesh.parameter_spec(shape, self._tensor_dims.get(name))
 
-    def split_parameters(self, module: nn.Module) -> set[str]:
-        """Return the names of parameters that are sharded by factors of an axis."""
+    def sharded_by_factors(self, module: nn.Module) -> set[str]:
+        """Return the names of parameters that only some factors of an axis shard."""
         return {
             name
             for name, parameter in module.named_parameters()
-            if self.mesh.is_split(self.parameter_spec(name, parameter.shape))
+            if self.mesh.uses_factors(self.parameter_spec(name, parameter.shape))
         }
 
     def number_marks(self, name: str, shape: torch.Size) -> NumberMarks:
@@ -185,8 +185,8 @@ class MeshLayout:
     def _parameter(self, values: torch.Tensor, spec: Spec, *, trains: bool) -> nn.Parameter:
         parameter = nn.Parameter(values, requires_grad=trains)
         self.specs[parameter] = spec
-        if self.mesh.shard_count(spec) < self.mesh.min_shards:
-            self.replicated_bytes += parameter.nbytes
+        shards, least = self.mesh.shard_count(spec), self.mesh.min_shards
+        self.replicated_bytes += max(0, parameter.nbytes // shards - parameter.nbytes // least)
         return parameter
 
     def zeros(self, shape: torch.Size, spec: Spec, dtype: torch.dtype) -> torch.Tensor:
@@ -213,13 +213,13 @@ class MeshLayout:
         return gather(weight.to(dtype), lambda x: mark(x, at_rest), lambda x: mark(x, whole))
 
     def gather_around_blocks(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Gather a parameter before use: a small one, or one that factors of an axis shard. One
-        with an entry a token stays sharded as these."""
+        """Gather a parameter before use: a small one, or one that only some factors of an axis
+        shard. One with an entry a token stays sharded as these."""
         if self._is_sharded_as_tokens(name, parameter.shape):
             spec = self.mesh.logical_spec("width", "tokens", "width")
             return mark_both(parameter, lambda x: self.mark(x, spec))
         at_rest = self.parameter_spec(name, parameter.shape)
-        if self.mesh.is_split(at_rest):
+        if self.mesh.uses_factors(at_rest):
             return gather(parameter, lambda x: self.mark(x, at_rest), self.mark_replicated)
         return mark_both(parameter, self.mark_replicated)
 

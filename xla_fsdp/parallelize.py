@@ -55,10 +55,10 @@ def parallelize_spmd(
                 # Without a scan --grad_ckpt is full or none, and SaveInput does nothing.
                 change_block(block, run, layout, SaveInput())
                 # Domain without tensor: linear layers gather their weights themselves.
-                split = layout.split_parameters(block)
-                if split and (mesh.domain == 1 or mesh.tensor > 1):
+                by_factors = layout.sharded_by_factors(block)
+                if by_factors and (mesh.domain == 1 or mesh.tensor > 1):
                     around_blocks.gather_parameters(
-                        block, split, lambda name, weight: layout.gather(weight, name)
+                        block, by_factors, lambda name, weight: layout.gather(weight, name)
                     )
                 # Rematerialize after changing attention and before wrapping the whole block.
                 if plan.grad_ckpt == "full" and _trains(block):
@@ -94,10 +94,10 @@ def parallelize_spmd(
             around_blocks.after_forward(layer, mark)
     # Several axes, or factors of one: gather small parameters, and weights that factors shard,
     # before use; results have whole images.
-    split = layout.split_parameters(model)
-    if len(mesh.axis_sizes) > 1 or mesh.domain > 1 or split:
+    by_factors = layout.sharded_by_factors(model)
+    if len(mesh.axis_sizes) > 1 or mesh.domain > 1 or by_factors:
         in_blocks = tuple(f"{stack}." for stack in run.model.stacks)
-        gathered = (split - {"attn_pool.kv.weight"}) | around_blocks.small_parameters(model)
+        gathered = (by_factors - {"attn_pool.kv.weight"}) | around_blocks.small_parameters(model)
         gathered = {name for name in gathered if not name.startswith(in_blocks)}
         around_blocks.gather_parameters(model, gathered, layout.gather_around_blocks)
         around_blocks.before_forward(model.get_submodule("head"), mark_images)

@@ -57,8 +57,8 @@ class SpmdBackend(XlaBackend):
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
             if replicated:
-                form += f", {replicated:,} bytes of parameters in fewer than "
-                form += f"{mesh.min_shards} shards (their sizes do not divide)"
+                form += f", {replicated:,} bytes of parameters replicated on each device "
+                form += f"(no dimension is a multiple of {mesh.min_shards})"
         form += ", residuals in bf16" if plan.residual_bf16 else ""
         form += ", weights gathered in fp8" if plan.gather_fp8 else ""
         return form + (", linear layers in int8" if plan.int8 else "")
