@@ -211,11 +211,12 @@ class Mesh:
         return self._sharded_along(along, len(shape))
 
     def _dividing(self, size: int, axes: Axes) -> Axes:
-        """Return as many factors of these axes as divide ``size`` together, the outermost first."""
+        """Return as many factors of these axes as divide ``size`` together: of equal ones the
+        innermost, whose devices are neighbors."""
         chosen: Axes = ()
-        for name in self.in_factors((axes,))[0]:
-            if size % self.shard_count([(*chosen, name)]) == 0:
-                chosen = (*chosen, name)
+        for name in reversed(self.in_factors((axes,))[0]):
+            if size % self.shard_count([(name, *chosen)]) == 0:
+                chosen = (name, *chosen)
         return chosen
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
