@@ -30,11 +30,6 @@ SHAPES = [
 ]
 
 
-def power(number: int, prime: int) -> int:
-    """The largest n of which prime ** n divides the number."""
-    return 0 if number % prime else 1 + power(number // prime, prime)
-
-
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("tensor_dim", [None, 0])
 def test_shards_are_even_and_use_each_device_once(mesh, tensor_dim):
@@ -51,17 +46,14 @@ def test_shards_are_even_and_use_each_device_once(mesh, tensor_dim):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=256), Mesh(fsdp=96), Mesh(fsdp=6)], ids=str)
-def test_as_many_shards_as_the_sizes_allow(mesh):
-    """Of each prime: as often as in the number of devices, or in all sizes together."""
+def test_as_many_shards_as_one_dimension_allows(mesh):
+    """The largest common divisor of a size and the number of devices."""
     for shape in SHAPES:
         spec = mesh.parameter_spec(shape)
         if max(shape) == math.prod(shape) and shape[-1] % mesh.fsdp:  # a vector
             assert mesh.shard_count(spec) == 1
             continue
-        expected = math.prod(
-            p ** min(power(mesh.fsdp, p), sum(power(size, p) for size in shape)) for p in (2, 3)
-        )
-        assert mesh.shard_count(spec) == expected
+        assert mesh.shard_count(spec) == max(math.gcd(size, mesh.fsdp) for size in shape)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=8), Mesh(dcn=2, fsdp=128), Mesh(fsdp=96)], ids=str)
@@ -72,29 +64,28 @@ def test_whole_axis_where_it_divides(mesh):
             spec = [()] * len(shape)
             spec[max(even, key=lambda d: shape[d])] = ("fsdp",)
             assert mesh.parameter_spec(shape) == tuple(spec)
-            assert not mesh.is_split(mesh.parameter_spec(shape))
+            assert not mesh.uses_factors(mesh.parameter_spec(shape))
 
 
 def test_so400m_on_256_chips():
     mesh = Mesh(fsdp=256)
-    inner, outer = ("fsdp/7",), tuple(f"fsdp/{i}" for i in range(7))
-    assert mesh.parameter_spec((3456, 1152)) == (inner, outer)
-    assert mesh.parameter_spec((1152, 4304)) == (outer, inner)
+    inner = tuple(f"fsdp/{i}" for i in range(1, 8))
+    assert mesh.parameter_spec((3456, 1152)) == (inner, ())
+    assert mesh.parameter_spec((4304, 1152)) == ((), inner)
     assert mesh.parameter_spec((1, 256, 1152)) == ((), ("fsdp",), ())
-    assert mesh.is_split((inner, outer))
-    assert not mesh.is_split((("fsdp",), ()))
-    # Several axes share what "tensor" leaves of its dimension, and the others.
+    assert mesh.uses_factors((inner, ()))
+    assert not mesh.uses_factors((("fsdp",), ()))
+    # "tensor" has a part of a dimension, and factors of "fsdp" a part of the same or another.
     mesh = Mesh(dcn=2, fsdp=128, tensor=2)
-    assert mesh.parameter_spec((4304, 1000), tensor_dim=0) == (
-        ("tensor", *(f"fsdp/{i}" for i in range(3, 6))),
-        tuple(f"fsdp/{i}" for i in range(3)),
-    )
+    factors = tuple(f"fsdp/{i}" for i in range(2, 7))
+    assert mesh.parameter_spec((4304, 1248), tensor_dim=0) == (("tensor",), factors)
+    assert mesh.parameter_spec((1248 * 2, 4304), tensor_dim=0) == (("tensor", *factors), ())
 
 
 def test_position_embedding_along_domain():
     mesh = Mesh(fsdp=256, domain=4)
-    outer = tuple(f"fsdp/{i}" for i in range(7))
-    assert mesh.position_embedding_spec((1, 256, 1152)) == ((), ("domain",), outer)
+    inner = tuple(f"fsdp/{i}" for i in range(1, 8))
+    assert mesh.position_embedding_spec((1, 256, 1152)) == ((), ("domain",), inner)
     assert mesh.position_embedding_spec((1, 256, 1024)) == ((), ("domain",), ("fsdp",))
     assert Mesh(domain=4).position_embedding_spec((1, 256, 1152)) == ((), ("domain",), ())
 

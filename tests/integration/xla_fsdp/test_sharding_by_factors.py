@@ -1,4 +1,4 @@
-"""Sizes that the number of devices does not divide: matrices sharded along two dimensions."""
+"""Sizes that the number of devices does not divide: matrices in fewer shards than devices."""
 
 import json
 
@@ -11,6 +11,10 @@ from tests.support.marks import long
 
 # 34, 102 and 10 are no multiples of 4, but of 2.
 SIZES = "--embed_dim 34 --mlp_ratio 3".split()
+# Parameters: the patch and the position embedding have dimensions of 4 and 16.
+QUARTERS = 3 * 4**2 * 34 + 16 * 34
+HALVES = 2 * (3 + 1 + 2 * 3) * 34**2 + 10 * 34
+VECTORS = 2 * (4 + 3 + 1 + 3 + 1) * 34 + 34 + 2 * 34 + 10
 BLOCK = "--qk_norm --init_values 0.5 --class_token".split()
 
 
@@ -49,18 +53,18 @@ def test_same_training_of_other_models(flags, tmp_path):
 
 @pytest.mark.long
 def test_muon_over_parts_of_different_sizes(tmp_path):
-    """36 and 108 are 4 of 8 devices along one dimension, and 2 along the other."""
+    """Four shards and two copies of each; matrices are sharded along different dimensions."""
     flags = "--embed_dim 36 --mlp_ratio 3 --optimizer muon".split()
     plain = train_tiny(tmp_path / "plain", *flags)
     result = train_tiny(tmp_path / "sharded", *flags, devices=8)
-    assert chunks_of(tmp_path / "sharded" / "step_6") == [(54, 9)] * 8
+    assert chunks_of(tmp_path / "sharded" / "step_6") == [(27, 36)] * 4
     assert_same_training(result, plain)
     assert "Involuntary full rematerialization" not in result.stderr
 
 
 @pytest.mark.long
 def test_lower_precision(tmp_path):
-    """Factors of fp8 and int8 are found across the shards of both dimensions."""
+    """Each device rounds its shard, and finds its factors."""
     for flags in ("--gather_dtype fp8", "--matmul int8"):
         flags = ["--precision", "bf16", "--max_steps", "3", *flags.split()]
         plain = train_tiny(tmp_path / f"{flags[-1]}_plain", *SIZES, *flags)
@@ -82,9 +86,9 @@ def test_checkpoint_moves_between_numbers_of_devices(optimizer, tmp_path):
     whole = train_tiny(tmp_path / "whole", *flags)
     folder = tmp_path / "moved"
     for step, devices, sizes in (
-        (2, 4, [(51, 17)] * 4),
-        (3, 2, [(51, 34)] * 2),
-        (4, 8, [(51, 17)] * 4),
+        (2, 4, [(51, 34)] * 2),
+        (3, 1, [(102, 34)]),
+        (4, 8, [(51, 34)] * 2),
     ):
         train_tiny(folder, *flags, "--max_steps", str(step), devices=devices)
         assert chunks_of(folder / f"step_{step}") == sizes
@@ -94,21 +98,19 @@ def test_checkpoint_moves_between_numbers_of_devices(optimizer, tmp_path):
 
 @pytest.mark.long
 def test_state_is_sharded():
-    """Bytes that lie on the first of 4 devices: a quarter of matrices, and vectors whole."""
+    """Bytes that lie on the first of 4 devices: a half of most matrices, and vectors whole."""
     flags = [*TINY_MODEL, *SIZES]
     done = run_program("-m", "tests.fakes.measure_state", "4", *flags)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["told"] == found["bytes"]
-    matrices = 2 * (3 + 1 + 2 * 3) * 34**2 + 3 * 4**2 * 34 + 16 * 34 + 10 * 34
-    vectors = 2 * (4 + 3 + 1 + 3 + 1) * 34 + 34 + 2 * 34 + 10
-    assert found["bytes"]["parameters"] == 4 * (matrices // 4 + vectors)
+    assert found["bytes"]["parameters"] == 4 * (QUARTERS // 4 + HALVES // 2 + VECTORS)
 
 
 def test_log_line(one_device, tmp_path):
-    """Only vectors are replicated, and the line tells their bytes."""
+    """The bytes of a device beyond a quarter of all."""
     result = train_tiny(tmp_path, *SIZES, "--max_steps", "1", "--eval_batches", "1", devices=4)
-    vectors = 2 * (4 + 3 + 1 + 3 + 1) * 34 + 34 + 2 * 34 + 10
-    line = f"{4 * vectors:,} bytes of parameters in fewer than 4 shards (their sizes do not divide)"
+    count = HALVES + 3 * VECTORS  # of fp32: a fourth of each is four bytes in place of one
+    line = f"{count:,} bytes of parameters replicated on each device (no dimension is a multiple"
     assert line in result.run_file["backend"]
-    assert "in fewer than" not in one_device.run_file["backend"]
+    assert "replicated" not in one_device.run_file["backend"]
