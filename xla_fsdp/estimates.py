@@ -267,7 +267,7 @@ def estimate(
 @functools.cache
 def _share_held(mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> float:
     """Return the share of parameters of these shapes that a device holds, of those that "tensor"
-    leaves it: more than one of the number of devices, where sizes do not divide."""
+    leaves it. It is more than an even share where the mesh does not divide a shape."""
     gathered_over = replace(mesh, tensor=1)
     shards = [gathered_over.shard_count(gathered_over.parameter_spec(shape)) for shape in shapes]
     held = sum(math.prod(shape) / count for shape, count in zip(shapes, shards, strict=True))
