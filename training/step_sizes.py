@@ -38,6 +38,8 @@ class StepSizes:
     learns: bool
     """Whether there is a backward pass; otherwise this is the forward pass of a teacher, or of
     parameters that are never trained."""
+    runs_ahead: bool
+    """Whether a step of several micro-batches computes one more forward pass of each."""
     outputs: int
     """Values that the model returns per image."""
     pixels: int
@@ -110,6 +112,7 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
                 other_parameters=outside,
                 has_state=has_state,
                 learns=run.learns,
+                runs_ahead=run.runs_ahead,
                 outputs=run.outputs,
                 pixels=run.pixels,
                 train_flops=run.train_flops,

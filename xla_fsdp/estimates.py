@@ -133,8 +133,9 @@ def estimate(
     precision and the optimizer; ``attention`` is the value of ``--attention``.
     """
     policy = POLICIES[config.sharding.grad_ckpt] if shape.learns else _FORWARD_ALONE
-    rounds = 3 if shape.learns else 1  # the backward pass counts as two forward ones
     passes, tensor = config.data.grad_accum_steps, mesh.tensor
+    ahead = 1 if shape.runs_ahead and passes > 1 else 0
+    rounds = ahead + (3 if shape.learns else 1)  # the backward pass counts as two forward ones
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config, trains=shape.learns)
     has_kernels = attention != "sdpa"  # kernels of attention write no scores
@@ -168,7 +169,7 @@ def estimate(
         operand_rows = tokens + shape.tokens
         kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes
 
-    # FLOPs: forward once, backward twice, and what is recomputed.
+    # FLOPs: forward once, backward twice, what is computed ahead, and what is recomputed.
     last_flops = (
         2 * rows * round_up(hidden, unit) * round_up(shape.width, unit)
     )  # the MLP's second product
@@ -213,9 +214,11 @@ def estimate(
     gathered_over = mesh.fsdp * mesh.domain
     received = (gathered_over - 1) / gathered_over
     layer_bytes = rows * shape.width * value_bytes
-    gathered, reduced = weights * value_bytes * received, 0.0
+    gathered = (ahead + 1) * weights * value_bytes * received
+    reduced = 0.0
     if shape.learns:  # gathered again for the backward pass
-        gathered, reduced = 2 * gathered, weights * _FP32 * received
+        gathered += weights * value_bytes * received
+        reduced = weights * _FP32 * received
     rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
     tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)

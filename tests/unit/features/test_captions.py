@@ -2,15 +2,20 @@
 
 import json
 import re
+import threading
 
 import pytest
+import torch
 
 from data.batch import BatchShard, SampleIndex
 from data.digits import read_digits
 from data.files import DataFolderError
 from data.pack import main as pack
+from features.image_sizes.schedule import SizeScheduleView
+from features.image_text.tokenizer import ByteTokenizer
+from features.image_text.view import ImageTextView, describe_texts
 from tests.support.archives import write_tar
-from tests.support.captioned import ROWS, captions, image, opened, text, write_pairs
+from tests.support.captioned import LENGTH, ROWS, captions, image, opened, text, write_pairs
 from tests.support.loading import check_same_epochs, concatenated
 
 pytestmark = pytest.mark.fast
@@ -46,6 +51,29 @@ def test_every_form_gives_the_same_pairs(form, tmp_path):
 def source_flags(source):
     config = next(iter(source.splits.values())).request.config
     return {"data_source": config.data_source, "labels": config.labels}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_log_says_of_texts(form, tmp_path):
+    split = opened(tmp_path, write_pairs(tmp_path, form)).splits["train"]
+    count = ROWS["train"] + (8 if form != "txt" else 0)
+    lengths = [len(text) for n in range(ROWS["train"]) for text in captions("train", n)]
+    assert max(lengths) < 32
+    whole = f"texts: 257 tokens (bytes); 0 of the first {count} captions are truncated"
+    assert describe_texts(split, split.request.view, "bytes").startswith(whole)
+
+
+def test_captions_far_away_are_read_at_the_same_time(tmp_path, monkeypatch):
+    split = opened(tmp_path, write_pairs(tmp_path, "json")).splits["train"]
+    both_asked, read = threading.Barrier(2, timeout=60), type(split).value
+
+    def value(self, number, name):
+        if number < 2:
+            both_asked.wait()
+        return read(self, number, name)
+
+    monkeypatch.setattr(type(split), "value", value)
+    assert "0 of the first 20 captions" in describe_texts(split, split.request.view, "bytes")
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])
@@ -210,6 +238,24 @@ def test_mosaics_hold_out_combinations():
     # Each word of a validation caption is known from training.
     words = {word for each in of_train for word in each.split()}
     assert {word for captions in of_val for each in captions for word in each.split()} <= words
+
+
+def test_mosaics_have_the_sizes_of_a_schedule():
+    tokenizer = ByteTokenizer(LENGTH, canonical=False)
+    pairs = ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, ())
+    sizes = {"image_size_schedule": ["16:0.5", "24:0.5"], "scale": (1.0, 1.0), "hflip": 0.0}
+    flags = {"data_source": "captioned_mosaics", **sizes}
+    whole = opened("", {"data_source": "captioned_mosaics", **sizes}, size=24)
+    source = opened("", flags, size=24, view=SizeScheduleView(view=pairs))
+    loader = source.train_loader(4, BatchShard(), steps=4).epoch(0)
+    plain = whole.train_loader(4, BatchShard(), steps=4).epoch(0)
+    for side, batch, other in zip((16, 16, 24, 24), loader, plain, strict=False):
+        assert batch["image"].shape == (4, 3, side, side)
+        assert batch["text"].equal(other["text"])
+        resized = torch.nn.functional.interpolate(
+            other["image"].float(), side, mode="bicubic", antialias=True
+        )
+        assert (batch["image"] - resized).abs().mean() < 3
 
 
 def test_mosaics_show_what_their_captions_say():
