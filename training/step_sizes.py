@@ -29,6 +29,8 @@ class StepSizes:
     """Sequences per image: one, or one per crop."""
     block_parameters: int
     """Parameters of one block."""
+    block_shapes: tuple[tuple[int, ...], ...]
+    """Their shapes."""
     other_parameters: int
     """Parameters outside the blocks that are assigned to this run."""
     has_state: bool
@@ -106,6 +108,7 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
                 tokens=run.tokens,
                 sequences=run.sequences,
                 block_parameters=parameters[run.stack] // sizes.depth,
+                block_shapes=tuple(tuple(p.shape) for p in block.parameters()),
                 other_parameters=outside,
                 has_state=has_state,
                 learns=run.learns,

@@ -140,7 +140,7 @@ def estimate(
     parameter_bytes = state_bytes(config, trains=shape.learns)
     has_kernels = attention != "sdpa"  # kernels of attention write no scores
     block_runs = passes * shape.depth
-    state = shape.state_parameters / (mesh.fsdp * mesh.domain * tensor)
+    state = shape.state_parameters * _share_held(mesh, shape.block_shapes) / tensor
 
     # Sizes of one block in one pass on one device.
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
@@ -265,6 +265,16 @@ def estimate(
         dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
         saving_s=block_runs * saving_s,
     )
+
+
+@functools.cache
+def _share_held(mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> float:
+    """Return the share of parameters of these shapes that a device holds, of those that "tensor"
+    leaves it. It is more than an even share where the mesh does not divide a shape."""
+    gathered_over = replace(mesh, tensor=1)
+    shards = [gathered_over.shard_count(gathered_over.parameter_spec(shape)) for shape in shapes]
+    held = sum(math.prod(shape) / count for shape, count in zip(shapes, shards, strict=True))
+    return held / sum(map(math.prod, shapes))
 
 
 def resolve_policy(
