@@ -59,7 +59,8 @@ def opener_of(config: RunConfig) -> Callable[[DatasetRequest], DataSource] | Non
     for feature in features():
         if open_source := feature.sources.get(config.data.data_source):
             flags = config.of(feature.flags) if feature.flags else None
-            return lambda request: open_source(replace(request, flags=flags))
+            # The source may keep its request, and loader processes get a copy of the source.
+            return lambda request: open_source(replace(request, flags=flags, opened_by=None))
     return None
 
 
