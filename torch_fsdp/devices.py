@@ -102,6 +102,17 @@ class Device:
         if not self.is_host:
             torch.accelerator.synchronize()
 
+    def compile_graph(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], written: Sequence[int]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
+        """Return a function that computes ``graph``, and writes into the inputs with the indices
+        ``written``. ``inputs``: tensors like those it will be given."""
+        return graph
+
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the tensors, in a graph in a way that its compiler does not see through."""
+        return tensors
+
     def mark(self) -> Mark:
         """Return the moment at which the device has done what was issued until now, without
         waiting for it. By the host's clock: of an asynchronous device the moment of issuing."""

@@ -67,7 +67,7 @@ class TimmBlocks:
         """Recompute activations of the block in the backward pass: "full" or "selective"."""
         options: dict[str, Any] = {}
         if mode == "selective":
-            options["context_fn"] = _selective_contexts
+            options["context_fn"] = selective_contexts
         forward = block.forward
         if inspect.ismethod(forward):
             # Lets identical blocks share a graph; a bound method belongs to one block.
@@ -90,6 +90,8 @@ class FsdpImplementation:
     """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
     check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
     """Raise UsageError for flags that it does not support."""
+    compiles: Literal["block", "step"] = "block"
+    """What torch.compile compiles as one graph."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
 
@@ -115,8 +117,9 @@ class TorchPlan:
     """timm's blocks, or their replacement."""
     grad_ckpt: str
     """Which activations of a block are recomputed: "none", "selective" or "full"."""
-    compile: Literal["none", "block", "around attention"]
-    """What torch.compile compiles as one graph. It cannot compile communication."""
+    compile: Literal["none", "block", "around attention", "step"]
+    """What is compiled as one graph. torch.compile cannot compile communication; a whole step is
+    traced by ``step_graph.py``."""
     compile_required: bool
     """Whether the run ends if torch.compile fails, instead of computing the blocks without it."""
     compiler: str
@@ -213,7 +216,7 @@ def _reason(error: Exception) -> str:
     return textwrap.shorten(" ... ".join(dict.fromkeys([lines[0], lines[-1]])), 300)
 
 
-def _selective_contexts() -> Any:
+def selective_contexts() -> Any:
     """Save the results of attention and of every second matrix product, as torchtitan does: they
     save the most time for their memory."""
     products = {True: 0, False: 0}  # counts, in the recomputation and in the forward pass
