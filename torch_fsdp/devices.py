@@ -311,6 +311,11 @@ class Tpu(Device):
             return "--precision fp16 requires --backend cuda: on a TPU use bf16"
         return None
 
+    def compile_graph(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], written: Sequence[int]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
+        return torch_tpu_private.compile_graph(graph, inputs, written)
+
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         torch_tpu_private.issue(tensors)
         return super().read(tensors)
