@@ -316,6 +316,9 @@ class Tpu(Device):
     ) -> Callable[..., Sequence[torch.Tensor]]:
         return torch_tpu_private.compile_graph(graph, inputs, written)
 
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return torch_tpu_private.barrier(tensors)
+
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         torch_tpu_private.issue(tensors)
         return super().read(tensors)

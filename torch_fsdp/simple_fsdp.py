@@ -8,6 +8,7 @@ the device's compiler schedules collectives beside products.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -119,16 +120,14 @@ class Unit:
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
     random: Callable[[], AbstractContextManager[object]]
-    """Begins the random numbers of a forward pass, the same in its recomputation."""
+    """Makes random numbers inside the same in each pass."""
     barrier: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-    recomputes: bool = False
-    """Whether the pass that runs is a recomputation in the backward pass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shards = [module._parameters[key] for module, key, _ in self.slots]
+        return self.compute(self._shards(), args, kwargs)
+
+    def compute(self, shards: Sequence[Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
-        if self.recomputes:
-            args, shards = self._once_more(args, shards)
         whole = [
             Gather.apply(shard, layout)
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
@@ -137,18 +136,13 @@ class Unit:
             output = self.forward(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
-    def _once_more(self, args: Any, shards: Any) -> Any:
-        """Hide from the compiler that a recomputation has the inputs of the first pass, whose
-        results it would keep for the backward pass instead of computing them again."""
-        inputs = [x for x in args if isinstance(x, torch.Tensor)]
-        hidden = iter(self.barrier([*inputs, *shards]))
-        args = [next(hidden) if isinstance(x, torch.Tensor) else x for x in args]
-        return args, list(hidden)
+    def _shards(self) -> list[Any]:
+        return [module._parameters[key] for module, key, _ in self.slots]
 
     @contextlib.contextmanager
     def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the modules compute with the ``whole`` parameters inside."""
-        shards = [module._parameters[key] for module, key, _ in self.slots]
+        shards = self._shards()
         for (module, key, _), values in zip(self.slots, whole, strict=True):
             module._parameters[key] = values  # type: ignore[assignment]
         try:
@@ -157,36 +151,56 @@ class Unit:
             for (module, key, _), shard in zip(self.slots, shards, strict=True):
                 module._parameters[key] = shard
 
-    def recompute(self, mode: str, *, keeps_generator: Callable[[], bool]) -> Callable[..., Any]:
+    def recompute(self, mode: str, *, is_traced: Callable[[], bool]) -> Callable[..., Any]:
         """Return a function that recomputes activations, and gathers parameters again, in the
-        backward pass. ``mode``: "full" or "selective". ``keeps_generator``: whether PyTorch's
-        random number generators are to draw the same numbers again."""
+        backward pass. ``mode``: "full" or "selective". ``is_traced``: whether a pass becomes part
+        of a graph, with random numbers that do not come from PyTorch's generators."""
 
-        @contextlib.contextmanager
-        def again(inner: AbstractContextManager[object]) -> Iterator[None]:
-            self.recomputes = True
-            try:
-                with inner:
-                    yield
-            finally:
-                self.recomputes = False
-
-        def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-            pair = nullcontext(), nullcontext()
-            first, second = selective_contexts() if mode == "selective" else pair
-            return first, again(second)
+        how: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(
-                self,
+            hidden: list[torch.Tensor] = []
+            """In a recomputation: the arguments that are tensors, then the shards."""
+
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                if not hidden:
+                    return self(*args, **kwargs)
+                given = iter(hidden)
+                args = tuple(next(given) if isinstance(x, torch.Tensor) else x for x in args)
+                return self.compute(list(given), args, kwargs)
+
+            output = checkpoint(
+                compute,
                 *args,
                 use_reentrant=False,
-                preserve_rng_state=keeps_generator(),
-                context_fn=contexts,
+                preserve_rng_state=not is_traced(),
+                **how,
                 **kwargs,
             )
+            if is_traced() and output.requires_grad:
+                inputs = [x for x in args if isinstance(x, torch.Tensor)]
+                output.register_hook(functools.partial(self._hide, inputs, hidden))
+            return output
 
         return forward
+
+    def _hide(
+        self, inputs: list[torch.Tensor], hidden: list[torch.Tensor], grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill ``hidden`` when the backward pass reaches the block.
+
+        XLA would find that a recomputation computes what the forward pass did, and keep that
+        instead. It can gather the weights before ``grad`` is there, but not compute with them.
+        """
+        grad, *late = self.barrier([grad, *inputs])
+        shards = self._shards()
+        hidden += [
+            values.detach().requires_grad_(given.requires_grad)
+            for values, given in zip(
+                [*late, *self.barrier(shards)], [*inputs, *shards], strict=True
+            )
+        ]
+        return grad
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> Any:
@@ -230,7 +244,7 @@ class SimpleFsdpBackend(TorchBackend):
             block.forward = unit
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(
-                    plan.grad_ckpt, keeps_generator=lambda: self._random is None
+                    plan.grad_ckpt, is_traced=lambda: self._random is not None
                 )
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
@@ -302,7 +316,7 @@ class SimpleFsdpBackend(TorchBackend):
         }
 
         def step(tensors: Any) -> Any:
-            self._seeds = dict(zip(range(first, first + count), tensors["seeds"].unbind()))
+            self._seeds = dict(enumerate(tensors["seeds"].unbind(), first))
             self._skipped, self.epoch_loss = tensors["counts"]
             scalars = dict(zip(rates, tensors["rates"].unbind(), strict=True))
             values = compute(

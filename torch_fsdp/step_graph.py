@@ -1,4 +1,4 @@
-"""A training step as one FX graph: traced once for each shape of its inputs, then run by the device.
+"""A training step as one FX graph: traced once for each shape of its inputs, run by the device.
 
 ``make_fx`` runs the step on fake tensors and records every operation on the way, those of the
 backward pass and of the optimizer too. A tensor that the step uses and was not given, such as a
@@ -22,6 +22,9 @@ from torch_fsdp.devices import Device
 from training.optimizers import hashed, random_bits
 
 _aten: Any = torch.ops.aten
+_eager_semantics = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
+"""From PyTorch 2.14 on, selective recomputation in a trace would leave the choice to AOTAutograd,
+which is not used here."""
 
 
 @dataclass
@@ -69,7 +72,8 @@ class StepGraphs:
 
         inputs = [x for x in flat if isinstance(x, torch.Tensor)]
         try:
-            traced = make_fx(record, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            with _eager_semantics():
+                traced = make_fx(record, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         finally:
             self.random = None
         state = lift_state(traced, self._device.where.type)

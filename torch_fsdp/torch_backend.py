@@ -44,7 +44,6 @@ from training.processes.exchange import silence_gloo
 from training.processes.stopping import all_reduce_max
 from training.schedule import StepRates
 
-
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
