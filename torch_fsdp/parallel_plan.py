@@ -141,17 +141,17 @@ def parallelize_block(
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
-        block.forward = _compiled(block.forward, plan)
+        block.forward = compiled(block.forward, plan)
     block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if plan.grad_ckpt != "none":
         plan.blocks.recompute(block, plan.grad_ckpt)
     if plan.compile == "block":
-        block.forward = _compiled(block.forward, plan, fullgraph=True)
+        block.forward = compiled(block.forward, plan, fullgraph=True)
     return block
 
 
-def _compiled(
+def compiled(
     forward: Callable[..., Any], plan: TorchPlan, *, fullgraph: bool = False
 ) -> Callable[..., Any]:
     """Return ``forward`` compiled, with a graph for each size of its inputs."""

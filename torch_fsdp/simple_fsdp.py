@@ -10,7 +10,7 @@ the device's compiler schedules collectives beside products.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, selective_contexts
+from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, compiled, selective_contexts
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -114,13 +114,16 @@ class Unit:
 
     slots: list[tuple[nn.Module, str, Layout]]
     """The modules' entries that hold shards outside of a forward pass."""
+    number: int
     forward: Callable[..., Any]
     """Of the plain module."""
+    untraced: Callable[..., Any]
+    """The same where no whole step is traced, such as in evaluations."""
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
-    random: Callable[[], AbstractContextManager[object]]
-    """Makes random numbers inside the same in each pass."""
+    random: Callable[[], StatelessRandom | None]
+    """Returns the random numbers of the step that is being traced; None between traces."""
     barrier: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +135,9 @@ class Unit:
             Gather.apply(shard, layout)
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
         ]
-        with self._in_place(whole), self.random():
-            output = self.forward(*args, **kwargs)
+        random = self.random()
+        with self._in_place(whole), random.unit(self.number) if random else nullcontext():
+            output = (self.forward if random else self.untraced)(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
     def _shards(self) -> list[Any]:
@@ -151,10 +155,9 @@ class Unit:
             for (module, key, _), shard in zip(self.slots, shards, strict=True):
                 module._parameters[key] = shard
 
-    def recompute(self, mode: str, *, is_traced: Callable[[], bool]) -> Callable[..., Any]:
+    def recompute(self, mode: str) -> Callable[..., Any]:
         """Return a function that recomputes activations, and gathers parameters again, in the
-        backward pass. ``mode``: "full" or "selective". ``is_traced``: whether a pass becomes part
-        of a graph, with random numbers that do not come from PyTorch's generators."""
+        backward pass. ``mode``: "full" or "selective"."""
 
         how: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
 
@@ -173,11 +176,11 @@ class Unit:
                 compute,
                 *args,
                 use_reentrant=False,
-                preserve_rng_state=not is_traced(),
+                preserve_rng_state=self.random() is None,
                 **how,
                 **kwargs,
             )
-            if is_traced() and output.requires_grad:
+            if self.random() and output.requires_grad:
                 inputs = [x for x in args if isinstance(x, torch.Tensor)]
                 output.register_hook(functools.partial(self._hide, inputs, hidden))
             return output
@@ -241,11 +244,9 @@ class SimpleFsdpBackend(TorchBackend):
             initialize(block, name)
             cast_buffers(block, plan.dtype)
             unit = self._unit(block, number, layouts)
-            block.forward = unit
-            if plan.grad_ckpt != "none":
-                block.forward = unit.recompute(
-                    plan.grad_ckpt, is_traced=lambda: self._random is not None
-                )
+            if self._graphs and self._device.compiles_all:
+                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
+            block.forward = unit if plan.grad_ckpt == "none" else unit.recompute(plan.grad_ckpt)
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -282,10 +283,12 @@ class SimpleFsdpBackend(TorchBackend):
                 slots.append((part, key, layouts[shards[whole]]))
         return Unit(
             slots,
+            number,
+            module.forward,
             module.forward,
             plan.dtype,
             output_dtype,
-            random=lambda: self._random.unit(number) if self._random else nullcontext(),
+            random=lambda: self._random,
             barrier=self._device.barrier,
         )
 

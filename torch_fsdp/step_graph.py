@@ -199,9 +199,10 @@ def _bernoulli_(
 def _native_dropout(
     random: StatelessRandom, x: torch.Tensor, p: float, train: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = random.uniform(x.shape) >= (p if train is not False else 0.0)
-    scale = 1 / (1 - p) if p < 1 else 0.0
-    return x * kept * (scale if train is not False else 1.0), kept
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = random.uniform(x.shape) < 1 - p
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
 def _rand(random: StatelessRandom, size: Sequence[int], **how: Any) -> torch.Tensor:

@@ -73,29 +73,20 @@ def train_step(
     def compute(inputs: StepInputs) -> dict[str, torch.Tensor]:
         if inputs.rope_factors is not None:
             set_rope_factors(model, inputs.rope_factors)
-        loss = _forward_backward(model, objective, backend, inputs)
+        loss = forward_backward(model, objective, backend, step, inputs.micro_batches)
         parts = objective.parts()
         norm, skipped = backend.optimizer_step(inputs.rates, max_norm, loss)
         return {"loss": loss, "grad_norm": norm, "skipped": skipped, **parts}
 
-    values = backend.run_step(compute, step_inputs(objective, backend, step, micro_batches, rates))
-    objective.end_step(step + 1)
-    return values
-
-
-def step_inputs(
-    objective: Objective, backend: Backend, step: int, micro_batches: list[Batch], rates: StepRates
-) -> StepInputs:
-    """Return all that differs between steps, on the devices."""
-    first = step * len(micro_batches)
-    complete = []
+    first, complete = step * len(micro_batches), []
     for index, batch in enumerate(micro_batches, first):
         added = objective.host_inputs(batch, index)
         complete.append(batch | {name: backend.constant(x) for name, x in added.items()})
     factors = rates.rope_factors
-    return StepInputs(
-        first, complete, rates, backend.constant(torch.tensor(factors)) if factors else None
-    )
+    on_devices = backend.constant(torch.tensor(factors)) if factors else None
+    values = backend.run_step(compute, StepInputs(first, complete, rates, on_devices))
+    objective.end_step(step + 1)
+    return values
 
 
 def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: StepRates) -> None:
@@ -109,21 +100,13 @@ def forward_backward(
     model: nn.Module, objective: Objective, backend: Backend, step: int, micro_batches: list[Batch]
 ) -> torch.Tensor:
     """Compute the gradients of the mean loss over all micro-batches; return that loss."""
-    inputs = step_inputs(objective, backend, step, micro_batches, StepRates(0.0))
-    return _forward_backward(model, objective, backend, inputs)
-
-
-def _forward_backward(
-    model: nn.Module, objective: Objective, backend: Backend, inputs: StepInputs
-) -> torch.Tensor:
-    first, micro_batches = inputs.first_micro_batch, inputs.micro_batches
     count, losses = len(micro_batches), []
-    objective.before_micro_batches(model, micro_batches, first)
-    for index, batch in enumerate(micro_batches, first):
-        backend.begin_micro_batch(index)
-        loss = objective.loss(model, batch, index) / count
+    objective.before_micro_batches(model, micro_batches, step * count)
+    for index, batch in enumerate(micro_batches):
+        backend.begin_micro_batch(step * count + index)
+        loss = objective.loss(model, batch, step * count + index) / count
         losses.append(loss.detach())
-        backend.backward(loss, is_last=index == first + count - 1)
+        backend.backward(loss, is_last=index == count - 1)
     return backend.mean(sum(losses[1:], start=losses[0]))
 
 
