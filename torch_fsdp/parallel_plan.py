@@ -90,10 +90,10 @@ class FsdpImplementation:
     """Its subclass of ``TorchBackend``, as "module:class": imported when devices start."""
     check: Callable[[RunConfig, Fsdp2Config, Mesh, Device], None]
     """Raise UsageError for flags that it does not support."""
-    compiles: Literal["block", "step"] = "block"
-    """What torch.compile compiles as one graph."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
+    compiles: Literal["block", "step"] = "block"
+    """What is compiled as one graph."""
 
 
 @dataclass(frozen=True)

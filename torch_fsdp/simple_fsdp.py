@@ -93,7 +93,7 @@ class Gather(torch.autograd.Function):
         return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layout = ctx.layout
         grad = grad.to(layout.reduce_dtype)
         padding = layout.chunk * layout.shards - grad.shape[layout.dim]
@@ -204,6 +204,11 @@ class Unit:
             )
         ]
         return grad
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> Any:
@@ -373,15 +378,14 @@ class SimpleFsdpBackend(TorchBackend):
         op: Literal["sum", "max"] = "sum",
         group: dist.ProcessGroup | None = None,
     ) -> torch.Tensor:
-        name = (group or dist.group.WORLD).group_name
+        name = (group or _world()).group_name
         return _c10d.wait_tensor(_c10d.all_reduce(values, op, name))
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        world = dist.group.WORLD
-        gathered = _c10d.all_gather_into_tensor(
-            values.detach().contiguous(), world.size(), world.group_name
+        world, values = _world(), values.detach().contiguous()
+        return _c10d.wait_tensor(
+            _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
         )
-        return _c10d.wait_tensor(gathered)
 
     # -- checkpoints ------------------------------------------------------------------
 

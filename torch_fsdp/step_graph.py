@@ -87,7 +87,7 @@ def lift_state(traced: GraphModule, device: str) -> list[torch.Tensor]:
     graph = traced.graph
     last = graph.find_nodes(op="placeholder")[-1]
     inputs: dict[int, Node] = {}
-    state = []
+    state: list[torch.Tensor] = []
     for node in graph.find_nodes(op="get_attr"):
         values = getattr(traced, node.target)
         if values.device.type != device:
