@@ -122,8 +122,6 @@ class Unit:
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
-    random: Callable[[], StatelessRandom | None]
-    """Returns the random numbers of the step that is being traced; None between traces."""
     barrier: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +133,7 @@ class Unit:
             Gather.apply(shard, layout)
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
         ]
-        random = self.random()
+        random = StatelessRandom.of_trace
         with self._in_place(whole), random.unit(self.number) if random else nullcontext():
             output = (self.forward if random else self.untraced)(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
@@ -176,11 +174,11 @@ class Unit:
                 compute,
                 *args,
                 use_reentrant=False,
-                preserve_rng_state=self.random() is None,
+                preserve_rng_state=StatelessRandom.of_trace is None,
                 **how,
                 **kwargs,
             )
-            if self.random() and output.requires_grad:
+            if StatelessRandom.of_trace and output.requires_grad:
                 inputs = [x for x in args if isinstance(x, torch.Tensor)]
                 output.register_hook(functools.partial(self._hide, inputs, hidden))
             return output
@@ -293,16 +291,10 @@ class SimpleFsdpBackend(TorchBackend):
             module.forward,
             plan.dtype,
             output_dtype,
-            random=lambda: self._random,
             barrier=self._device.barrier,
         )
 
     # -- a step -----------------------------------------------------------------------
-
-    @property
-    def _random(self) -> StatelessRandom | None:
-        """The random numbers of the step that is being traced; None between traces."""
-        return self._graphs.random if self._graphs else None
 
     def run_step(
         self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
@@ -342,7 +334,7 @@ class SimpleFsdpBackend(TorchBackend):
         return values
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
-        if self._random is not None:
+        if StatelessRandom.of_trace:
             raise RuntimeError(
                 "a compiled step cannot take values from the host where they are used: return them "
                 "from Objective.host_inputs"
@@ -350,10 +342,10 @@ class SimpleFsdpBackend(TorchBackend):
         return super().constant(values)
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:
-        if self._random is None:
-            super().begin_micro_batch(micro_batch_index)
+        if random := StatelessRandom.of_trace:
+            random.seed = self._seeds[micro_batch_index]
         else:
-            self._random.seed = self._seeds[micro_batch_index]
+            super().begin_micro_batch(micro_batch_index)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         trained = [shard for shard in self._locals.values() if shard.requires_grad]

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,8 +43,6 @@ class StepGraphs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._graphs: dict[Hashable, StepGraph] = {}
-        self.random: StatelessRandom | None = None
-        """The random numbers of the step that is being traced; None between traces."""
 
     def run(self, step: Callable[[Any], Any], inputs: Any, key: Hashable = None) -> Any:
         """Return ``step(inputs)``, trees of tensors. ``key``: what else the graph depends on."""
@@ -65,17 +63,17 @@ class StepGraphs:
         def record(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = iter(tensors)
             leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in flat]
-            with StatelessRandom() as self.random:
+            with StatelessRandom() as StatelessRandom.of_trace:
                 found, result = tree_flatten(step(tree_unflatten(leaves, spec)))
             results.append(result)
-            return [x.detach() for x in found]
+            return [x.detach().clone() for x in found]  # of views, each use would be a program
 
         inputs = [x for x in flat if isinstance(x, torch.Tensor)]
         try:
             with _eager_semantics():
                 traced = make_fx(record, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
         finally:
-            self.random = None
+            StatelessRandom.of_trace = None
         state = lift_state(traced, self._device.where.type)
         run = self._device.compile_graph(traced, [*inputs, *state], written_inputs(traced))
         return StepGraph(run, state, results[0], traced)
@@ -143,6 +141,8 @@ class StatelessRandom(TorchDispatchMode):
     So the numbers differ from step to step, and are the same when a block is computed again.
     """
 
+    of_trace: ClassVar["StatelessRandom | None"] = None
+    """Those of the step that this process is tracing; None between traces."""
     seed: torch.Tensor
     """An int32 scalar: of the micro-batch that is being traced."""
 

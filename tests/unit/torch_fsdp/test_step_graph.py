@@ -62,7 +62,7 @@ def drops(module, graphs, number, x):
     """The entries that a module drops with this seed."""
 
     def step(inputs):
-        graphs.random.seed = inputs["seed"]
+        StatelessRandom.of_trace.seed = inputs["seed"]
         return module(inputs["x"])
 
     return graphs.run(step, {"x": x, "seed": seed(number)}, key=id(module)) == 0
@@ -86,11 +86,11 @@ def test_recomputation_drops_the_same():
     graphs = StepGraphs(Cpu())
 
     def step(inputs):
-        graphs.random.seed = inputs["seed"]
+        StatelessRandom.of_trace.seed = inputs["seed"]
         x = inputs["x"].detach().requires_grad_()
 
         def block(x):
-            with graphs.random.unit(1):
+            with StatelessRandom.of_trace.unit(1):
                 return F.dropout(x.sin(), 0.5)
 
         y = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
