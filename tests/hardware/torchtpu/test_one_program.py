@@ -8,7 +8,14 @@ import shutil
 
 import pytest
 
-from tests.support.cli import train_tiny_gpu, train_tiny_tpu
+from tests.support.cli import (
+    TORCHTPU,
+    Result,
+    run_program,
+    tiny,
+    train_tiny_gpu,
+    train_tiny_tpu,
+)
 from tests.support.curves import assert_same_curves, assert_same_training
 from tests.support.dino import DINO
 from tests.support.mae import MAE
@@ -19,15 +26,19 @@ from tests.support.resuming import DROPOUT
 SIMPLE = ["--fsdp", "simple"]
 
 
-def test_a_step_is_one_program(tiny_on_gpu, tmp_path, monkeypatch):
+def test_a_step_is_one_program(tiny_on_gpu, tmp_path):
     """The program counts those outside of graphs; the plugin, which counts all, has one more for
     each step that follows the first."""
     counts = []
     for steps in (3, 6):
         file = tmp_path / f"executions of {steps}"
-        monkeypatch.setenv("PJRT_EXECUTIONS", str(file))
-        run = train_tiny_tpu(tmp_path / str(steps), *SIMPLE, "--max_steps", str(steps))
+        flags = [*tiny(tmp_path / str(steps)), *SIMPLE, "--max_steps", str(steps)]
+        done = run_program(
+            "-m", TORCHTPU, *flags, warm=False, variables={"PJRT_EXECUTIONS": str(file)}
+        )
+        assert done.returncode == 0, done.stderr
         counts.append(file.stat().st_size)
+    run = Result(tmp_path / "6")
     assert_same_training(run, tiny_on_gpu)
     assert "SimpleFSDP ZeRO-3, one unit per block, one graph per step" in run.run_file["backend"]
     for name in ("compilations", "executions"):
