@@ -306,10 +306,6 @@ class DataConfig:
         "(docs/augmentation.md) (default: the model's own size)",
         kind=side_and_share,
         metavar="SIDE:SHARE",
-        requires=(
-            "data_source=folder|data_source=webdataset|data_source=parquet|"
-            "data_source=huggingface|data_source=digits|data_source=mnist",
-        ),
     )
     segment_dir: str | None = flag(
         None,

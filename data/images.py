@@ -137,8 +137,7 @@ class ImageSplit(Split):
     """One split of images, each read as the bytes of a JPEG, PNG or similar file and then
     decoded."""
 
-    reading_threads = 16
-    """Number of threads that may read images concurrently."""
+    reading_threads = 16  # mostly they wait, if images are far away
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class RearrangedSplit(Split):
 
     def __init__(self, request: DatasetRequest, split: ImageSplit) -> None:
         super().__init__(request, split.name, split.labels, split.classes, split.left_out)
-        self._split = split
+        self._split, self.reading_threads = split, split.reading_threads
 
     def name_of(self, number: int) -> str:
         return self._split.name_of(number)

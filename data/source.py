@@ -313,6 +313,8 @@ class Split(Dataset):
     """Dtype of the images: uint8, or fp32 if they are already normalized."""
     reads_rows = False
     """Whether a subset of an image's rows can be read without the others."""
+    reading_threads = 1
+    """Number of threads that may read images, or their values, concurrently."""
     samples_are = "training images"
     """What ``samples`` counts, for messages."""
 

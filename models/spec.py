@@ -74,6 +74,9 @@ class StackRun:
     learns: bool = True
     """Whether a backward pass follows; False for a stack whose parameters are all ``frozen``, and
     for a teacher's run, a forward pass with other weights of a stack that ran before."""
+    runs_ahead: bool = False
+    """Whether a step of several micro-batches computes a forward pass of all of them first, as the
+    loss of each needs the others (``Objective.before_micro_batches``)."""
 
 
 class TimmModel(NamedTuple):

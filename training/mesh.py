@@ -2,9 +2,12 @@
 
 Glossary: an *axis* belongs to the mesh ("fsdp"), a *dimension* to a tensor. A *logical axis* names
 what a dimension counts ("tokens", "heads"). A *spec* lists, for each dimension of a tensor, the
-mesh axes that shard it. All backends and the data loader use this module; it needs no device.
+mesh axes that shard it. A *factor* of an axis is a prime factor of its size, used as an axis of its
+own to shard parameters that the whole axis does not divide. All backends and the data loader use
+this module; it needs no device.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ from training.errors import UsageError
 AXES = ("dcn", "fsdp", "domain", "tensor")
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
-"""The mesh axes that shard each dimension, the outermost first; () for a replicated dimension."""
+"""The mesh axes, or factors of them, that shard each dimension, the outermost first; () for a
+replicated dimension."""
 
 LOGICAL_AXIS_RULES: dict[str, Axes] = {
     "batch": ("dcn", "fsdp"),
@@ -63,6 +67,20 @@ class Mesh:
     def __str__(self) -> str:
         return "mesh " + " x ".join(f"{axis} {size}" for axis, size in self.axis_sizes.items())
 
+    @functools.cached_property
+    def factors(self) -> dict[str, dict[str, int]]:
+        """Return the prime factors of each axis by name, the outermost first: those of fsdp=6 are
+        {"fsdp/0": 2, "fsdp/1": 3}."""
+        return {
+            axis: {f"{axis}/{i}": prime for i, prime in enumerate(_primes(size))} or {axis: 1}
+            for axis, size in self.axis_sizes.items()
+        }
+
+    @functools.cached_property
+    def factor_sizes(self) -> dict[str, int]:
+        """Return the sizes of all factors, in the order of the axes."""
+        return {name: size for sizes in self.factors.values() for name, size in sizes.items()}
+
     @property
     def counts_by_host(self) -> bool:
         """Return True if places are ordered by slice and host rather than by device number."""
@@ -97,7 +115,7 @@ class Mesh:
 
     def spec(self, *dimensions: Axes) -> Spec:
         """Return the spec of these dimensions, without axes of one device."""
-        return tuple(tuple(a for a in axes if a in self.axis_sizes) for axes in dimensions)
+        return tuple(tuple(a for a in axes if a in self._sizes) for axes in dimensions)
 
     def logical_spec(self, *logical_axes: str) -> Spec:
         """Return the spec of a tensor with these logical axes, by ``LOGICAL_AXIS_RULES``."""
@@ -105,7 +123,35 @@ class Mesh:
 
     def shard_count(self, spec: Sequence[Axes]) -> int:
         """Return the number of different shards that a tensor with this spec is divided into."""
-        return math.prod(self.axis_sizes[axis] for axes in spec for axis in axes)
+        return math.prod(self._sizes[axis] for axes in spec for axis in axes)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self.factor_sizes | self.axis_sizes
+
+    def in_factors(self, spec: Spec) -> Spec:
+        """Return the same spec with the factors of each axis in its place."""
+        return tuple(
+            tuple(name for axis in axes for name in self.factors.get(axis, (axis,)))
+            for axes in spec
+        )
+
+    def uses_factors(self, spec: Spec) -> bool:
+        """Return whether only some factors of an axis shard a dimension."""
+        return any(axis not in self.axis_sizes for axes in spec for axis in axes)
+
+    def parts_of_axes(self, spec: Spec) -> list[Axes]:
+        """Return all axes, in order; one of which the spec names factors in parts: the factors that
+        shard a dimension, and those that shard none."""
+        parts: list[Axes] = []
+        for axis, factors in self.factors.items():
+            shared = [tuple(a for a in axes if a in factors) for axes in spec]
+            if not any(shared) or axis in factors:
+                parts.append((axis,))
+                continue
+            unused = tuple(f for f in factors if not any(f in axes for axes in shared))
+            parts += [axes for axes in (*shared, unused) if axes]
+        return parts
 
     @property
     def domain_batch_axes(self) -> Axes:
@@ -132,9 +178,11 @@ class Mesh:
         """Return the spec of a parameter at rest. Its block computes with ``tensor_dim`` sharded.
 
         Shards are even: the largest dimension that is a multiple of the number of devices is
-        sharded over all axes, or else over "fsdp" alone; if there is none, the parameter is
-        replicated. If "tensor" shards a dimension, "fsdp" and "domain" shard another one, or the
-        shards of the same one, so that gathering over these two leaves the "tensor" shards.
+        sharded over all axes, or else over "fsdp" alone. If there is none, a matrix is sharded
+        over as many factors of the axes as divide one of its dimensions, and replicated over the
+        others; a vector is replicated. If "tensor" shards a dimension, "fsdp" and "domain" shard
+        another one, or the shards of the same one, so that gathering over these two leaves the
+        "tensor" shards.
         """
         along: dict[int, Axes] = {}
         candidates = self._parameter_axes()
@@ -148,12 +196,35 @@ class Mesh:
                 break
             if tensor_dim in along and shape[tensor_dim] % (self.tensor * shards) == 0:
                 along[tensor_dim] = ("tensor", *axes)
+                break
+        else:
+            if sum(size > 1 for size in shape) > 1:
+                before = [along.get(d, ()) for d in range(len(shape))]
+                chosen = [
+                    self._dividing(size // self.shard_count([axes]), candidates[0])
+                    for size, axes in zip(shape, before, strict=True)
+                ]
+                dim = max(
+                    range(len(shape)), key=lambda d: (self.shard_count([chosen[d]]), shape[d])
+                )
+                along[dim] = (*before[dim], *chosen[dim])
         return self._sharded_along(along, len(shape))
+
+    def _dividing(self, size: int, axes: Axes) -> Axes:
+        """Return as many factors of these axes as divide ``size`` together: of equal ones the
+        innermost, whose devices are neighbors."""
+        chosen: Axes = ()
+        for name in reversed(self.in_factors((axes,))[0]):
+            if size % self.shard_count([(name, *chosen)]) == 0:
+                chosen = (name, *chosen)
+        return chosen
 
     def position_embedding_spec(self, shape: Sequence[int]) -> Spec:
         """Return the spec of a parameter (1, tokens, width), sharded like the tokens and along
         "fsdp". The number of tokens is a multiple of "domain"."""
-        width_axes = ("fsdp",) if shape[2] % self.fsdp == 0 else ()
+        width_axes: Axes = ("fsdp",)
+        if shape[2] % self.fsdp:
+            width_axes = self._dividing(shape[2], width_axes)
         return self._sharded_along({1: ("domain",), 2: width_axes}, len(shape))
 
     def unsharded_spec(self, shape: Sequence[int], tensor_dim: int | None = None) -> Spec:
@@ -163,8 +234,8 @@ class Mesh:
 
     @property
     def min_shards(self) -> int:
-        """Return the smallest number of shards; a parameter without a dimension that is a multiple
-        of it is replicated."""
+        """Return the least number of shards of a parameter of which no two devices along "fsdp"
+        have the same."""
         return self.shard_count([self._parameter_axes()[-1]])
 
     def _parameter_axes(self) -> list[Axes]:
@@ -174,6 +245,18 @@ class Mesh:
 
     def _sharded_along(self, axes: Mapping[int, Axes], dimensions: int) -> Spec:
         return self.spec(*(axes.get(d, ()) for d in range(dimensions)))
+
+
+def _primes(number: int) -> list[int]:
+    """Return the prime factors, in ascending order."""
+    primes, prime = [], 2
+    while number > 1:
+        if number % prime:
+            prime += 1
+        else:
+            primes.append(prime)
+            number //= prime
+    return primes
 
 
 def replicas(sharding: ShardingConfig) -> int:

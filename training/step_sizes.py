@@ -29,6 +29,8 @@ class StepSizes:
     """Sequences per image: one, or one per crop."""
     block_parameters: int
     """Parameters of one block."""
+    block_shapes: tuple[tuple[int, ...], ...]
+    """Their shapes."""
     other_parameters: int
     """Parameters outside the blocks that are assigned to this run."""
     has_state: bool
@@ -36,6 +38,8 @@ class StepSizes:
     learns: bool
     """Whether there is a backward pass; otherwise this is the forward pass of a teacher, or of
     parameters that are never trained."""
+    runs_ahead: bool
+    """Whether a step of several micro-batches computes one more forward pass of each."""
     outputs: int
     """Values that the model returns per image."""
     pixels: int
@@ -104,9 +108,11 @@ def step_sizes(model: ModelSpec) -> tuple[StepSizes, ...]:
                 tokens=run.tokens,
                 sequences=run.sequences,
                 block_parameters=parameters[run.stack] // sizes.depth,
+                block_shapes=tuple(tuple(p.shape) for p in block.parameters()),
                 other_parameters=outside,
                 has_state=has_state,
                 learns=run.learns,
+                runs_ahead=run.runs_ahead,
                 outputs=run.outputs,
                 pixels=run.pixels,
                 train_flops=run.train_flops,

@@ -1,7 +1,7 @@
 """Changes what modules compute, from outside: bf16, graph breaks, modules around the blocks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -147,28 +147,30 @@ def find_largest_by_place(model: Any) -> None:
         model.pool = pool_by_place
 
 
-def gather_small_parameters(
-    module: nn.Module,
-    gather: Callable[[str, torch.Tensor], torch.Tensor],
-    excluded: tuple[str, ...] = (),
+def small_parameters(module: nn.Module) -> set[str]:
+    """Return the names of all parameters but the weights of layers."""
+    layers = (nn.Linear, nn.Conv2d, nn.Conv3d)
+    large = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, layers)}
+    return {name for name, _ in module.named_parameters()} - large
+
+
+def gather_parameters(
+    module: nn.Module, names: Collection[str], gather: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Let a block, or the model around its blocks, ``gather`` small parameters before use: all but
-    the weights of layers, and those whose names begin with ``excluded``.
+    """Let a block, or the model around its blocks, ``gather`` these parameters before use.
 
     At rest they are sharded. Left to itself, the partitioner may shard the features of activations
     likewise, by way of the whole tensor ("Involuntary full rematerialization").
     """
     inside = nn.Module()  # computes without the hooks of ``module``
     inside.module, inside.forward = module, module.forward
-    layers = (nn.Linear, nn.Conv2d, nn.Conv3d)
-    large = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, layers)}
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        small = {
+        gathered = {
             f"module.{name}": gather(name, parameter)
             for name, parameter in module.named_parameters()
-            if not name.startswith(excluded) and name not in large
+            if name in names
         }
-        return torch.func.functional_call(inside, small, args, kwargs)
+        return torch.func.functional_call(inside, gathered, args, kwargs)
 
     module.forward = forward

@@ -133,13 +133,14 @@ def estimate(
     precision and the optimizer; ``attention`` is the value of ``--attention``.
     """
     policy = POLICIES[config.sharding.grad_ckpt] if shape.learns else _FORWARD_ALONE
-    rounds = 3 if shape.learns else 1  # the backward pass counts as two forward ones
     passes, tensor = config.data.grad_accum_steps, mesh.tensor
+    ahead = 1 if shape.runs_ahead and passes > 1 else 0
+    rounds = ahead + (3 if shape.learns else 1)  # the backward pass counts as two forward ones
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config, trains=shape.learns)
     has_kernels = attention != "sdpa"  # kernels of attention write no scores
     block_runs = passes * shape.depth
-    state = shape.state_parameters / (mesh.fsdp * mesh.domain * tensor)
+    state = shape.state_parameters * _share_held(mesh, shape.block_shapes) / tensor
 
     # Sizes of one block in one pass on one device.
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
@@ -168,7 +169,7 @@ def estimate(
         operand_rows = tokens + shape.tokens
         kernel_bytes = 4 * sequences * heads * operand_rows * shape.head_dim * value_bytes
 
-    # FLOPs: forward once, backward twice, and what is recomputed.
+    # FLOPs: forward once, backward twice, what is computed ahead, and what is recomputed.
     last_flops = (
         2 * rows * round_up(hidden, unit) * round_up(shape.width, unit)
     )  # the MLP's second product
@@ -213,9 +214,11 @@ def estimate(
     gathered_over = mesh.fsdp * mesh.domain
     received = (gathered_over - 1) / gathered_over
     layer_bytes = rows * shape.width * value_bytes
-    gathered, reduced = weights * value_bytes * received, 0.0
+    gathered = (ahead + 1) * weights * value_bytes * received
+    reduced = 0.0
     if shape.learns:  # gathered again for the backward pass
-        gathered, reduced = 2 * gathered, weights * _FP32 * received
+        gathered += weights * value_bytes * received
+        reduced = weights * _FP32 * received
     rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
     tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)
@@ -262,6 +265,16 @@ def estimate(
         dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
         saving_s=block_runs * saving_s,
     )
+
+
+@functools.cache
+def _share_held(mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> float:
+    """Return the share of parameters of these shapes that a device holds, of those that "tensor"
+    leaves it. It is more than an even share where the mesh does not divide a shape."""
+    gathered_over = replace(mesh, tensor=1)
+    shards = [gathered_over.shard_count(gathered_over.parameter_spec(shape)) for shape in shapes]
+    held = sum(math.prod(shape) / count for shape, count in zip(shapes, shards, strict=True))
+    return held / sum(map(math.prod, shapes))
 
 
 def resolve_policy(

@@ -112,16 +112,17 @@ class MeshLayout:
 
     def __init__(self, run: XlaRun, device: torch.device) -> None:
         self._run, self._plan, self._device = run, run.plan, device
-        self.mesh, live = run.mesh, run.mesh.axis_sizes
+        self.mesh, factors = run.mesh, run.mesh.factor_sizes
         self.local_devices = {int(name.rpartition(":")[2]) for name in local_device_names()}
         """The numbers of this host's devices."""
         self.device_order = self._device_order()
         """The numbers of all devices, in the mesh's order."""
-        self.xla_mesh = xs.Mesh(self.device_order, tuple(live.values()), tuple(live))
+        self.xla_mesh = xs.Mesh(self.device_order, tuple(factors.values()), tuple(factors))
         self.specs: dict[torch.Tensor, Spec] = {}
         """By parameter."""
         self.replicated_bytes = 0
-        """Of parameters that no dimension of allows to shard."""
+        """Of a device's parameters, those beyond what it would have with a shard for each device
+        along "fsdp"."""
         dimensions = logical_axes(run.model.block) if self.mesh.tensor > 1 else {}
         self._tensor_dims, self.packed = tensor_dims(dimensions), packed_parts(dimensions)
 
@@ -141,6 +142,14 @@ class MeshLayout:
         if self._is_sharded_as_tokens(name, shape):
             return self.mesh.position_embedding_spec(shape)
         return self.mesh.parameter_spec(shape, self._tensor_dims.get(name))
+
+    def sharded_by_factors(self, module: nn.Module) -> set[str]:
+        """Return the names of parameters that only some factors of an axis shard."""
+        return {
+            name
+            for name, parameter in module.named_parameters()
+            if self.mesh.uses_factors(self.parameter_spec(name, parameter.shape))
+        }
 
     def number_marks(self, name: str, shape: torch.Size) -> NumberMarks:
         """Return how a block's parameter is sharded at rest, and while the block computes."""
@@ -176,8 +185,8 @@ class MeshLayout:
     def _parameter(self, values: torch.Tensor, spec: Spec, *, trains: bool) -> nn.Parameter:
         parameter = nn.Parameter(values, requires_grad=trains)
         self.specs[parameter] = spec
-        if self.mesh.shard_count(spec) < self.mesh.min_shards:
-            self.replicated_bytes += parameter.nbytes
+        shards, least = self.mesh.shard_count(spec), self.mesh.min_shards
+        self.replicated_bytes += max(0, parameter.nbytes // shards - parameter.nbytes // least)
         return parameter
 
     def zeros(self, shape: torch.Size, spec: Spec, dtype: torch.dtype) -> torch.Tensor:
@@ -190,7 +199,7 @@ class MeshLayout:
 
     def send(self, values: torch.Tensor, spec: Spec, minibatch: bool = False) -> torch.Tensor:
         """Send values from the host to the devices, sharded."""
-        sharding = Sharding(self.xla_mesh, partition_spec(spec), minibatch=minibatch)
+        sharding = Sharding(self.xla_mesh, self._partition_spec(spec), minibatch=minibatch)
         return xm.send_cpu_data_to_device(values, self._device, sharding)[0]
 
     def gather(self, weight: torch.Tensor, name: str = "") -> torch.Tensor:
@@ -203,18 +212,22 @@ class MeshLayout:
             return GatherInFp8.apply(weight, dtype, at_rest, whole, mark)
         return gather(weight.to(dtype), lambda x: mark(x, at_rest), lambda x: mark(x, whole))
 
-    def gather_small(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Gather a small parameter before use; one with an entry a token stays sharded as these."""
-        if not self._is_sharded_as_tokens(name, parameter.shape):
-            return mark_both(parameter, self.mark_replicated)
-        spec = self.mesh.logical_spec("width", "tokens", "width")
-        return mark_both(parameter, lambda x: self.mark(x, spec))
+    def gather_around_blocks(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter before use: a small one, or one that only some factors of an axis
+        shard. One with an entry a token stays sharded as these."""
+        if self._is_sharded_as_tokens(name, parameter.shape):
+            spec = self.mesh.logical_spec("width", "tokens", "width")
+            return mark_both(parameter, lambda x: self.mark(x, spec))
+        at_rest = self.parameter_spec(name, parameter.shape)
+        if self.mesh.uses_factors(at_rest):
+            return gather(parameter, lambda x: self.mark(x, at_rest), self.mark_replicated)
+        return mark_both(parameter, self.mark_replicated)
 
     # -- marks on activations -----------------------------------------------------------
 
     def mark(self, x: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Mark for the partitioner how ``x`` is sharded; returns it."""
-        mark_sharding(x, self.xla_mesh.get_op_sharding(partition_spec(spec)))
+        mark_sharding(x, self.xla_mesh.get_op_sharding(self._partition_spec(spec)))
         return x
 
     def activation_spec(self, dimensions: int, *logical_axes: str) -> Spec:
@@ -254,16 +267,15 @@ class MeshLayout:
 
     def shards(self, images: Axes, heads: Axes = ()) -> Shards:
         """Return the layout of a kernel's arguments: the mesh axes of images and of heads."""
-        return Shards(self.xla_mesh, *partition_spec((images, heads)))
+        return Shards(self.xla_mesh, *self._partition_spec((images, heads)))
 
+    # -- the mesh in torch_xla's terms: its axes are factors of the program's ------------
 
-# ------------------------------------------------------------------------------------------------
-# The mesh in torch_xla's terms.
-
-
-def partition_spec(spec: Spec) -> tuple:
-    """Return a spec as torch_xla writes it: an axis, a tuple of axes or None for each dimension."""
-    return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec)
+    def _partition_spec(self, spec: Spec) -> tuple:
+        """Return a spec as torch_xla writes it: an axis, a tuple of axes or None for each
+        dimension."""
+        factors = self.mesh.in_factors(spec)
+        return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in factors)
 
 
 class Sharding(xs.ShardingSpec):

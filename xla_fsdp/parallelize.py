@@ -54,13 +54,20 @@ def parallelize_spmd(
                 fill_buffers(block, layout.constant)
                 # Without a scan --grad_ckpt is full or none, and SaveInput does nothing.
                 change_block(block, run, layout, SaveInput())
+                # Domain without tensor: linear layers gather their weights themselves.
+                by_factors = layout.sharded_by_factors(block)
+                if by_factors and (mesh.domain == 1 or mesh.tensor > 1):
+                    around_blocks.gather_parameters(
+                        block, by_factors, lambda name, weight: layout.gather(weight, name)
+                    )
                 # Rematerialize after changing attention and before wrapping the whole block.
                 if plan.grad_ckpt == "full" and _trains(block):
                     checkpoint_module(block)
                 layout.place(block)
                 # Domain: tokens stay sharded between blocks; small parameters are gathered.
                 if mesh.domain > 1 and mesh.tensor == 1:
-                    around_blocks.gather_small_parameters(block, layout.gather_small)
+                    small = around_blocks.small_parameters(block)
+                    around_blocks.gather_parameters(block, small, layout.gather_around_blocks)
                 around_blocks.after_forward(block, layout.mark_tokens)
                 end_graph()  # send this unit before the host creates the next one
         if plan.residual_bf16:  # residuals stay bf16 if the first block's input is bf16
@@ -80,15 +87,19 @@ def parallelize_spmd(
     # Without the marks, the partitioner gathers keys of all images for the weights' gradients.
     pool = getattr(model, "attn_pool", None)
     if pool is not None and mesh.devices > 1:
-        multiply_unfolded(pool.kv, layout)
+        multiply_unfolded(pool.kv, layout)  # gathers its weight
         for layer in [part for part in pool.modules() if isinstance(part, nn.Linear)]:
             mark = mark_rows if layer is pool.kv else mark_images
             around_blocks.before_forward(layer, mark)
             around_blocks.after_forward(layer, mark)
-    # Several axes: gather small parameters before use; results have whole images.
-    if len(mesh.axis_sizes) > 1 or mesh.domain > 1:
+    # Several axes, or factors of one: gather small parameters, and weights that factors shard,
+    # before use; results have whole images.
+    by_factors = layout.sharded_by_factors(model)
+    if len(mesh.axis_sizes) > 1 or mesh.domain > 1 or by_factors:
         in_blocks = tuple(f"{stack}." for stack in run.model.stacks)
-        around_blocks.gather_small_parameters(model, layout.gather_small, excluded=in_blocks)
+        gathered = (by_factors - {"attn_pool.kv.weight"}) | around_blocks.small_parameters(model)
+        gathered = {name for name in gathered if not name.startswith(in_blocks)}
+        around_blocks.gather_parameters(model, gathered, layout.gather_around_blocks)
         around_blocks.before_forward(model.get_submodule("head"), mark_images)
         around_blocks.after_forward(model, functools.partial(tree_map, mark_images))
     if mesh.tensor > 1:

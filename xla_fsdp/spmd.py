@@ -57,7 +57,7 @@ class SpmdBackend(XlaBackend):
             if mesh.domain > 1:
                 form += f", {self._sharding.domain_attention} attention over domain"
             if replicated:
-                form += f", {replicated:,} bytes of parameters replicated "
+                form += f", {replicated:,} bytes of parameters replicated on each device "
                 form += f"(no dimension is a multiple of {mesh.min_shards})"
         form += ", residuals in bf16" if plan.residual_bf16 else ""
         form += ", weights gathered in fp8" if plan.gather_fp8 else ""
@@ -139,15 +139,17 @@ class SpmdBackend(XlaBackend):
             shards = [mark(momentum * 1, specs[parameter]) for parameter, momentum in group]
             stacks = [x if x.dim() > len(shape) else x.unsqueeze(0) for x in shards]
             batch = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
-            count, first = len(batch), tuple(self._mesh.axis_sizes) if len(batch) > 1 else ()
+            count = len(batch)
+            moves = self._mesh.parts_of_axes(matrix_spec) if count > 1 else []
+            first = tuple(axis for axes in moves for axis in axes)
             if first:  # pad: uneven shards would be gathered on the way back
                 missing = batch.new_zeros(-count % self._mesh.devices, *batch.shape[1:])
                 batch = torch.cat([batch, missing])
             # Move the sharding to dimension 0 one axis at a time: in a single step, the partitioner
             # would gather the batch on each device.
             way: list[Spec] = []
-            for n in range(len(first)):
-                there = first[:n]
+            for n in range(len(moves)):
+                there = tuple(axis for axes in moves[:n] for axis in axes)
                 way.append(
                     (there, *(tuple(a for a in axes if a not in there) for axes in matrix_spec))
                 )

@@ -11,7 +11,7 @@ from training.feature import Feature
 from training.feature_table import arranged_objectives
 
 if TYPE_CHECKING:
-    from data.source import View
+    from data.source import DataSource, View
     from models.spec import ModelSpec
     from training.loop import Hook, Training
     from training.resolve import Run
@@ -113,6 +113,15 @@ class ImageSizeSchedule(Feature):
                 f"{width}: use --buckets, or a square --image_size"
             )
         return config
+
+    def check_data(self, run: Run, data: DataSource) -> None:
+        from data.images import ImageSplit
+
+        if not isinstance(data.splits["train"], ImageSplit):
+            raise UsageError(
+                f"--image_size_schedule requires images that can be resized, which --data_source "
+                f"{run.config.data.data_source} does not have"
+            )
 
 
 def _check_objective(flag: str, config: RunConfig) -> None:

@@ -5,9 +5,11 @@ captions that say how many there are, or where.
     two sevens and a one             a one and two sevens
     an eight at the bottom right     four sixes
 
-A fifth of the combinations of digits, counts and places is for validation, one image of each: none
-of their captions is in a training image, and the digits are written by other hands. So a model must
-have learned what the parts of a caption mean. The digits are scikit-learn's (``data/digits.py``).
+Some combinations of digits, counts and places are for validation, one image of each: none of their
+captions is in a training image, and the digits are written by other hands. So a model must have
+learned what the parts of a caption mean. Most of them share their words with another one, such as
+"a three above a seven", that is for validation, too: what tells the two apart is word order. The
+digits are scikit-learn's (``data/digits.py``).
 """
 
 from __future__ import annotations
@@ -100,14 +102,32 @@ class CaptionedSplit(ImageSplit):
 
 
 def scenes_of(split: str) -> list[Scene]:
-    """Return the combinations of a split: of each kind, a fifth is for validation."""
+    """Return the combinations of a split. Those with the same words are in the same split. For
+    validation are, of each kind, a quarter of the combinations that share their words with another
+    one, and a twentieth of those that do not."""
     random, chosen = np.random.default_rng(0), list[Scene]()
     for scenes in (beside(), placed(), counted(), counted_both()):
-        order = random.permutation(len(scenes))
-        of_val = len(scenes) // 5
-        numbers = order[of_val:] if split == "train" else order[:of_val]
-        chosen += [scenes[number] for number in sorted(numbers)]
+        alike = same_words(scenes)
+        for shares_words, part in ((True, 4), (False, 20)):
+            sets = [each for each in alike if (len(each) > 1) == shares_words]
+            order = random.permutation(len(sets))
+            of_val = len(sets) // part
+            numbers = order[of_val:] if split == "train" else order[:of_val]
+            chosen += [scene for number in sorted(numbers) for scene in sets[number]]
     return chosen
+
+
+def same_words(scenes: Sequence[Scene]) -> list[list[Scene]]:
+    """Return the sets of combinations whose first captions have the same words."""
+    sets: dict[tuple[str, ...], list[Scene]] = {}
+    for scene in scenes:
+        sets.setdefault(words_of(scene.captions[0]), []).append(scene)
+    return [*sets.values()]
+
+
+def words_of(caption: str) -> tuple[str, ...]:
+    """Return the words of a caption in alphabetical order."""
+    return tuple(sorted(caption.split()))
 
 
 # -- the four kinds of combinations ------------------------------------------------------

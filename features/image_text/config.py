@@ -179,7 +179,8 @@ class ImageTextConfig:
     tokenizer: str | None = _flag(
         None,
         "what makes tokens of texts; bytes: their bytes in UTF-8; FILE: a tokenizer.json of the "
-        "package tokenizers, or the folder with it and tokenizer_config.json; "
+        "package tokenizers, or the folder with it and tokenizer_config.json, or CLIP's "
+        "bpe_simple_vocab_16e6.txt.gz; "
         "hf-hub:OWNER/NAME[@REVISION]: those on the Hugging Face Hub. A copy is saved beside the "
         "checkpoints (docs/image_text.md) (default: none; texts require one)",
         kind=path_or_url,
@@ -242,14 +243,36 @@ class TextEvaluationConfig:
 
     zero_shot: str | None = flag(
         None,
-        "also classify the images in val/ of this folder, which has a folder for each class, by "
-        "the similarity of their embeddings to those of texts with the names of the classes, at "
-        "the end of training and every --zero_shot_every steps; with --eval_only, do this in place "
-        "of the evaluation of pairs (docs/image_text.md)",
+        "also classify the images in val/ of this folder, which has a folder for each class, or of "
+        "another --zero_shot_source, by the similarity of their embeddings to those of texts with "
+        "the names of the classes, at the end of training and every --zero_shot_every steps; with "
+        "--eval_only, do this in place of the evaluation of pairs (docs/image_text.md)",
         kind=path_or_url,
         metavar="FOLDER",
         requires=_REQUIRED,
         incompatible_with=("predict", "features", "compile_only", "plan", "self_check"),
+    )
+    zero_shot_source: Literal["folder", "webdataset", "parquet", "huggingface"] = flag(
+        "folder",
+        "format of --zero_shot, as of --data_dir with --data_source; of shards and tables, the "
+        "validation split is read",
+        requires=("zero_shot",),
+    )
+    zero_shot_labels: str | None = flag(
+        None,
+        "CSV or parquet file with the columns path (in --zero_shot), label and, if present, split, "
+        "as for --labels: its validation images are classified (default: labels from the class "
+        "folders)",
+        kind=path_or_url,
+        metavar="FILE",
+        requires=("zero_shot", "zero_shot_source=folder"),
+    )
+    zero_shot_columns: list[str] | None = flag(
+        None,
+        "names of two columns of --zero_shot, or of --zero_shot_labels: of images or their paths, "
+        "and of labels (default: as for --columns)",
+        metavar="COLUMN",
+        requires=("zero_shot_source=parquet|zero_shot_source=huggingface|zero_shot_labels",),
     )
     zero_shot_every: int = flag(
         0,
@@ -259,8 +282,9 @@ class TextEvaluationConfig:
     )
     class_names: str | None = flag(
         None,
-        "file with the names of the classes of --zero_shot, one a line, in the order of "
-        "--class_order (default: the names of their folders, with spaces in place of underscores)",
+        "file with the names of the classes of --zero_shot, one a line, in the order of their "
+        "labels or, of folders, of --class_order (default: the names that the data has, such as "
+        "those of the folders, with spaces in place of underscores)",
         kind=path_or_url,
         metavar="FILE",
         requires=("zero_shot",),

@@ -66,6 +66,8 @@ class ImageText(Feature):
     metrics = {
         "logit_scale": "scale of similarities",
         "logit_bias": "bias of similarities",
+        "batch_image_to_text_r1": "recall@1 in the batch, image to text, %",
+        "batch_text_to_image_r1": "recall@1 in the batch, text to image, %",
     }
 
     def resolve_flags(self, config: RunConfig) -> RunConfig:

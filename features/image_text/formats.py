@@ -18,9 +18,8 @@ from models.registry import open_model
 from models.spec import ModelSpec
 from models.timm_models import names as timm_names
 from training.checkpoints.format import SavedRun
-from training.config import RunConfig
 from training.errors import UsageError
-from training.resolve import model_of, trained_model
+from training.resolve import trained_model
 from training.weights.config_json import DescribedModel, Setting
 from training.weights.describe import preprocessing_of
 from training.weights.formats import Exported, WeightFormat
@@ -54,15 +53,19 @@ class TwoTowers(WeightFormat):
                 f"--names {self.name} requires a checkpoint of --objective siglip or clip, not of "
                 f"--objective {run.config.objective.objective}"
             )
-        if spec.segments is not None:
-            raise self._refusal(run, "images may have any size (--native_resolution)")
         return spec
 
-    def _check_same(self, run: SavedRun, spec: ImageTextSpec, about: Sidecar) -> None:
-        """Raise UsageError unless the configuration that is to be written describes the model."""
+    def _check_same(
+        self, run: SavedRun, spec: ImageTextSpec, about: Sidecar, **arguments: Any
+    ) -> None:
+        """Raise UsageError unless the configuration that is to be written describes the model, with
+        these ``arguments`` besides."""
         described = self.described_model(about, Sidecar(about.file, {}), is_named=False)
         assert described is not None
-        there = model_of(RunConfig(model=described.flags()))
+        try:
+            there = open_model(described.name, described.flags().overrides() | arguments)
+        except ModelError as error:
+            raise self._refusal(run, str(error)) from None
         here = spec.image
         if differing := [n for n in here.differences(there.settings) if n not in _AS_SIZES]:
             name = differing[0]
@@ -131,19 +134,25 @@ class OfTransformers(TwoTowers):
     def export(self, run: SavedRun, tensors: Mapping[str, torch.Tensor]) -> Exported:
         spec = self._checked(run)
         act, eps = _act_and_eps(spec.image)
+        is_native, (rows, columns) = spec.segments is not None, spec.sizes.grid
+        if is_native and rows != columns:
+            raise self._refusal(run, f"positions are {rows} x {columns}, there a square")
         config = transformers_config.config_of(
             spec.image, spec.config.text, spec.embedding_width, act, eps
         )
         is_clip = config["model_type"] == "clip"
-        entries = names.of_transformers(spec.sizes.depth, spec.config.text.depth, clip=is_clip)
+        depths = spec.sizes.depth, spec.config.text.depth
+        entries = names.of_transformers(*depths, clip=is_clip, native=is_native)
         found, left = names.write(entries, tensors)
-        self._check_same(run, spec, Sidecar(run.path / self.config_file, config))
+        as_there = {"native_resolution": True, "pos_embed_interp_mode": "bilinear"}
+        about = Sidecar(run.path / self.config_file, config)
+        self._check_same(run, spec, about, **(as_there if is_native else {}))
         self._check_all_written(run, left)
         files: dict[str, Mapping[str, Any]] = {self.config_file: config}
         how = _processor(preprocessing_of(run.arguments, run.path), spec)
         if how:
             files[PREPROCESSOR_FILE] = how
-        lacks = "" if how else f"no {PREPROCESSOR_FILE}, which has no such crop; "
+        lacks = "" if how else f"no {PREPROCESSOR_FILE}, which has no such images; "
         return Exported(found, files, note=f"{lacks}without a tokenizer")
 
 
@@ -157,7 +166,9 @@ _RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4
 
 def _processor(given: Preprocessing, spec: ImageTextSpec) -> dict[str, Any] | None:
     """Return transformers' ``preprocessor_config.json``; None if it cannot say how images are
-    cropped."""
+    cropped, or packed."""
+    if spec.segments is not None:
+        return None
     channels, height, width = spec.sizes.input_shape
     mean, std = given.of_channels(channels)
     interpolation = str(given.interpolation_of_val)
@@ -217,6 +228,8 @@ class OfOpenClip(TwoTowers):
 
     def export(self, run: SavedRun, tensors: Mapping[str, torch.Tensor]) -> Exported:
         spec = self._checked(run)
+        if spec.segments is not None:
+            raise self._refusal(run, "images may have any size (--native_resolution)")
         image, (act, eps) = spec.image, _act_and_eps(spec.image)
         settings, biased = image.settings, "text_projection.bias" in tensors
         projects = "image_projection.weight" in tensors

@@ -44,6 +44,18 @@ class Pairs(NamedTuple):
     """(replicas here, pairs), fp32: what is added to them."""
 
 
+class Contrast(NamedTuple):
+    """What comes of comparing all pairs. The mean over replicas of each is that over all pairs, as
+    that of the value of ``Objective.loss``."""
+
+    loss: torch.Tensor
+    """A scalar."""
+    gradients: Pairs | None
+    nearest: torch.Tensor | None
+    """(2,), fp32: the share of images whose own text is more similar than all other texts, and the
+    share of texts whose own image is."""
+
+
 class Replicas(Protocol):
     """The operation of a ``Backend`` that the losses need."""
 
@@ -61,9 +73,9 @@ def contrast(
     padded: bool = False,
     gradients: bool = True,
     chunk_bytes: int = _CHUNK_BYTES,
-) -> tuple[torch.Tensor, Pairs | None]:
-    """Return the loss, a scalar, and the gradients of its mean over replicas; None without
-    ``gradients``. Both are such that ``Objective.loss`` may return the loss.
+) -> Contrast:
+    """Return the loss, the gradients of its mean over replicas, and how many find their own; the
+    latter two are None without ``gradients``.
 
     ``kind``: "siglip" or "clip". ``ids``: (replicas here, pairs), the number of each pair, int32.
     ``count``: the number of pairs of all replicas. ``padded``: some pairs are padding, with the
@@ -89,15 +101,9 @@ class _Chunk(NamedTuple):
     scale: torch.Tensor
     """What the products with them were multiplied by, (own, 1) or (others,)."""
     logits: torch.Tensor
-    """(own, others)."""
+    """(own, others); those of absent pairs are so small that they count for nothing."""
     matches: torch.Tensor
     """Which pairs belong together, boolean."""
-    absent: torch.Tensor | None
-    """Which pairs do not exist, boolean, as one of the two is padding; None: all exist."""
-
-    def existing(self) -> torch.Tensor:
-        """Return the logits, with those of absent pairs so small that they count for nothing."""
-        return self.logits if self.absent is None else self.logits.masked_fill(self.absent, _ABSENT)
 
 
 class _Common(NamedTuple):
@@ -133,6 +139,9 @@ class _Side:
         self._common, self._scales, self._biases = common, scales, biases
         self._own, self._others = own.flatten(0, 1), others.split(common.rows, dim=1)
         self.gradient = torch.zeros_like(self._own)
+        self.matching = self._own.new_zeros(len(self._own))
+        """The logit of each of its own with what it belongs to, (own,); 0 for padding."""
+        self._largest = torch.full_like(self.matching, _ABSENT)
 
     def __iter__(self) -> Iterator[_Chunk]:
         own_ids, all_ids = self._common.own_ids, self._common.all_ids
@@ -140,28 +149,47 @@ class _Side:
         for part, ids, scale, bias in chunks:
             others = self._common.replicas.all_gather(part).flatten(0, 1)
             logits = scale * (self._own @ others.T) + bias
-            matches, absent = own_ids == ids, None
+            matches = own_ids == ids
             if self._common.padded:
                 absent = (own_ids == PADDING) | (ids == PADDING)
                 matches = matches & ~absent
-            yield _Chunk(others, scale, logits, matches, absent)
+                logits = logits.masked_fill(absent, _ABSENT)
+            yield _Chunk(others, scale, logits, matches)
 
-    def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> torch.Tensor:
-        """Add what follows from the gradient of a chunk's logits, and return the latter."""
-        if chunk.absent is not None:
-            gradient = gradient.masked_fill(chunk.absent, 0.0)
+    def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> None:
+        """Add what follows from the gradient of a chunk's logits."""
         self.gradient = self.gradient + (chunk.scale * gradient) @ chunk.others
-        return gradient
+
+    def divide(self, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return of a chunk, once, the logits of pairs that belong together, (own,), 0 where there
+        is none; all others, (own, others); and the largest of these, (own,)."""
+        matching = chunk.logits.where(chunk.matches, 0.0).sum(1)
+        different = chunk.logits.masked_fill(chunk.matches, _ABSENT)
+        largest = different.amax(1)
+        self.matching = self.matching + matching
+        self._largest = torch.maximum(self._largest, largest)
+        return matching, different, largest
 
     def logsumexp(self) -> torch.Tensor:
-        """Return log(sum(exp(logits))) of each of its own over all others, (own,)."""
+        """Return log(sum(exp(logits))) of each of its own over all others, (own,); 0 for
+        padding."""
         total: torch.Tensor | None = None
         for chunk in self:
-            found = chunk.existing().logsumexp(1)
+            _, different, largest = self.divide(chunk)
+            found = (different - largest[:, None]).exp().sum(1).log() + largest
             # At once: of all chunks they would have as many numbers as a part of the matrix.
             total = found if total is None else torch.stack([total, found]).logsumexp(0)
         assert total is not None
-        return total.where(total > _ABSENT / 2, 0.0) if self._common.padded else total
+        return torch.stack([total, self.matching]).logsumexp(0)
+
+    def is_pair(self) -> torch.Tensor:
+        """Return which of its own are no padding, boolean, (own,)."""
+        return self._common.own_ids[:, 0] != PADDING
+
+    def nearest(self) -> torch.Tensor:
+        """Return how many of its own are more similar to what they belong to than to all others, a
+        scalar, once all chunks are divided. Of equally similar ones, wrong ones count first."""
+        return ((self.matching > self._largest) & self.is_pair()).sum().float()
 
 
 class _Both:
@@ -203,8 +231,8 @@ class _Both:
     def by_replica(self, values: torch.Tensor) -> torch.Tensor:
         return values.unflatten(0, (self.here, -1))
 
-    def gradients(self, count: torch.Tensor | int) -> Pairs:
-        """Return the gradients, given that of the logits times ``count``."""
+    def result(self, loss: torch.Tensor, count: torch.Tensor | int) -> Contrast:
+        """Return all, given the loss, and the gradient of the logits times ``count``."""
         factor = self.count / self.here / count
         of_images, of_texts, of_bias = (
             self.by_replica(factor * each)
@@ -212,7 +240,8 @@ class _Both:
         )
         # Images are only used multiplied by the scale.
         of_scale = (of_images * self._pairs.images).sum(-1) / self._pairs.scale
-        return Pairs(of_images, of_texts, of_scale, of_bias)
+        nearest = torch.stack([side.nearest() for side in (self.images, self.texts)])
+        return Contrast(loss, Pairs(of_images, of_texts, of_scale, of_bias), factor * nearest)
 
 
 def rows_of_chunk(replicas: int, pairs: int, width: int, chunk_bytes: int = _CHUNK_BYTES) -> int:
@@ -222,38 +251,36 @@ def rows_of_chunk(replicas: int, pairs: int, width: int, chunk_bytes: int = _CHU
     return -(-pairs // chunks)
 
 
-def _siglip(
-    both: _Both, count: torch.Tensor | int, *, gradients: bool
-) -> tuple[torch.Tensor, Pairs | None]:
+def _siglip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contrast:
     """Return the sum of -log sigmoid(z logit) over all pairs, with z = 1 for a pair that belongs
     together, otherwise -1, divided by the number of images."""
 
-    def signed(chunk: _Chunk) -> torch.Tensor:
-        values = torch.where(chunk.matches, -chunk.logits, chunk.logits)
-        return values if chunk.absent is None else values.masked_fill(chunk.absent, _ABSENT)
-
-    def gradient(chunk: _Chunk, values: torch.Tensor) -> torch.Tensor:
-        probabilities = values.sigmoid()
-        return torch.where(chunk.matches, -probabilities, probabilities)
+    def add_gradient(
+        side: _Side, chunk: _Chunk, matching: torch.Tensor, different: torch.Tensor
+    ) -> torch.Tensor:
+        of_matching = -(-matching).sigmoid()[:, None]
+        gradient = torch.where(chunk.matches, of_matching, different.sigmoid())
+        side.add_gradient(chunk, gradient)
+        return gradient
 
     losses = []
     for chunk in both.images:
-        values = signed(chunk)
-        losses.append(F.softplus(values).sum())
+        matching, different, _ = both.images.divide(chunk)
+        losses.append(F.softplus(different).sum())
         if gradients:
-            added = both.images.add_gradient(chunk, gradient(chunk, values))
+            added = add_gradient(both.images, chunk, matching, different)
             both.of_bias = both.of_bias + added.sum(1)
+    losses.append(F.softplus(-both.images.matching).where(both.images.is_pair(), 0.0).sum())
     loss = torch.stack(losses).sum() * (both.count / both.here) / count
     if not gradients:
-        return loss, None
+        return Contrast(loss, None, None)
     for chunk in both.texts:
-        both.texts.add_gradient(chunk, gradient(chunk, signed(chunk)))
-    return loss, both.gradients(count)
+        matching, different, _ = both.texts.divide(chunk)
+        add_gradient(both.texts, chunk, matching, different)
+    return both.result(loss, count)
 
 
-def _clip(
-    both: _Both, count: torch.Tensor | int, *, gradients: bool
-) -> tuple[torch.Tensor, Pairs | None]:
+def _clip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contrast:
     """Return the mean of the cross-entropies of images' texts among all texts, and of texts' images
     among all images.
 
@@ -261,18 +288,16 @@ def _clip(
     computes the gradients.
     """
     sums = {side: side.logsumexp() for side in (both.images, both.texts)}
-    matching = [chunk.existing().where(chunk.matches, 0.0).sum() for chunk in both.images]
-    here = sum(each.sum() for each in sums.values()) - 2 * torch.stack(matching).sum()
+    here = torch.stack([(total - side.matching).sum() for side, total in sums.items()]).sum()
     loss = here * (both.count / both.here) / (2 * count)
     if not gradients:
-        return loss, None
+        return Contrast(loss, None, None)
     for side, other in ((both.images, both.texts), (both.texts, both.images)):
         own_sums, all_sums = sums[side][:, None], both.of_all(both.by_replica(sums[other]))
         for chunk, other_sums in zip(side, all_sums, strict=True):
-            logits = chunk.existing()
-            shares = (logits - own_sums).exp() + (logits - other_sums).exp()
+            shares = (chunk.logits - own_sums).exp() + (chunk.logits - other_sums).exp()
             side.add_gradient(chunk, torch.where(chunk.matches, shares - 2, shares) / 2)
-    return loss, both.gradients(count)
+    return both.result(loss, count)
 
 
 # -- The loss of embeddings in a graph -------------------------------------------------------------

@@ -125,6 +125,7 @@ class ImageTextSpec(ModelSpec):
                 outputs=texts * self.embedding_width,
                 train_flops=0.0 if locks_image else flops,
                 learns=not locks_image,
+                runs_ahead=True,
             ),
             StackRun(
                 TEXT_BLOCKS,
@@ -134,6 +135,7 @@ class ImageTextSpec(ModelSpec):
                 flops if locks_image else 0.0,
                 sequences=texts,
                 learns=not self.config.lock_text,
+                runs_ahead=True,
             ),
         ]
 

@@ -109,14 +109,21 @@ def _patches(found: Tensors) -> Tensors:
     return [weight.reshape(len(weight), side, side, -1).permute(0, 3, 1, 2)]
 
 
-def of_transformers(image_depth: int, text_depth: int, *, clip: bool = False) -> Iterator[Entry]:
+def of_transformers(
+    image_depth: int, text_depth: int, *, clip: bool = False, native: bool = False
+) -> Iterator[Entry]:
     """Yield the entries of ``SiglipModel``, ``Siglip2Model`` and, with ``clip``, ``CLIPModel``:
-    https://github.com/huggingface/transformers, models/siglip, siglip2 and clip."""
+    https://github.com/huggingface/transformers, models/siglip, siglip2 and clip. ``native``: with
+    the names of a model of native resolution here, for writing; it reads those of others."""
     image, text = "vision_model", "text_model"
     patches = f"{image}.embeddings.patch_embedding"
+    positions = f"{image}.embeddings.position_embedding.weight"
+    if native:
+        yield from _same("embeds.proj", patches)
+        yield Entry(["embeds.pos_embed"], [positions], write=lambda x: [x[0].flatten(0, 2)])
     yield Entry(["patch_embed.proj.weight"], [f"{patches}.weight"], _patches)
     yield Entry(["patch_embed.proj.bias"], [f"{patches}.bias"])
-    yield _lifted("pos_embed", f"{image}.embeddings.position_embedding.weight", 1)
+    yield _lifted("pos_embed", positions, 1)
     yield _lifted("cls_token", f"{image}.embeddings.class_embedding", 2)
     yield from _same("norm_pre", f"{image}.pre_layrnorm")
     yield from _blocks_of_transformers(IMAGE_BLOCKS, image, image_depth)

@@ -49,6 +49,8 @@ class ImageTextPairs(Objective):
         """The measure of the last evaluation, until it is drawn."""
         self._parts: list[torch.Tensor] = []
         """For each micro-batch, scale and bias."""
+        self._nearest: torch.Tensor | None = None
+        """Of the step, ``Contrast.nearest``."""
         text, flags, replicas = (
             spec.config.text,
             run.config.of(ImageTextConfig),
@@ -135,7 +137,8 @@ class ImageTextPairs(Objective):
         # Divided by the number of images, of which sequences have another number in each step.
         padded = self._segments is not None
         count = self._backend.sum((ids != PADDING).sum().float()) if padded else self._pairs
-        loss, gradients = contrast(self._kind, pairs, ids, count, self._backend, padded=padded)
+        found = contrast(self._kind, pairs, ids, count, self._backend, padded=padded)
+        loss, gradients, self._nearest = found
         assert gradients is not None
         if self._kind == "clip":
             # At its limit, the scale does not grow: the gradient of all replicas decides.
@@ -146,8 +149,14 @@ class ImageTextPairs(Objective):
 
     def parts(self) -> dict[str, torch.Tensor]:
         mean = sum(self._parts[1:], start=self._parts[0]) / len(self._parts)
-        scale, bias = self._backend.mean(mean).unbind()
-        found = {"logit_scale": scale}
+        assert self._nearest is not None
+        all_means = self._backend.mean(torch.cat([mean, 100 * self._nearest]))
+        scale, bias, to_text, to_image = all_means.unbind()
+        found = {
+            "logit_scale": scale,
+            "batch_image_to_text_r1": to_text,
+            "batch_text_to_image_r1": to_image,
+        }
         if self._kind == "siglip":
             found["logit_bias"] = bias
         if self._counts:

@@ -129,8 +129,8 @@ def loss_of_all(mine: EmbeddedPairs, kind: str, scale: float, bias: float) -> fl
     ones = torch.ones(ids.shape)
     pairs = Pairs(images, texts, scale * ones, bias * ones)
     processes = _Processes()
-    loss, _ = contrast(kind, pairs, ids, sum(counts), processes, padded=True, gradients=False)
-    return float(processes.all_gather(loss[None]).mean())
+    found = contrast(kind, pairs, ids, sum(counts), processes, padded=True, gradients=False)
+    return float(processes.all_gather(found.loss[None]).mean())
 
 
 def padded(values: torch.Tensor, length: int, fill: float = 0) -> torch.Tensor:

@@ -6,6 +6,7 @@ A run's folder has a copy of the tokenizer, so that a checkpoint can be used whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.files import parse_object
+from features.image_text import clip_vocabulary
 from features.image_text.config import ImageTextConfig
 from features.image_text.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
 from training.config import RunConfig
@@ -24,13 +26,15 @@ from training.weights.hub import download_files
 
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 """The files of transformers: the tokenizer, and which of its tokens is the padding."""
+_SENTENCEPIECE = (".model", ".spm")
+"""The ends of names of SentencePiece's files, such as spiece.model."""
 
 
 class Content(NamedTuple):
     """What is read of a tokenizer."""
 
     tokenizer: bytes
-    """The file ``tokenizer.json``."""
+    """The file ``tokenizer.json``, or what it would be."""
     pad_token: str | None
     """The padding token that ``tokenizer_config.json`` names."""
 
@@ -139,6 +143,7 @@ def _exists(path: Path) -> bool:
 def _wanted(name: str, files: Sequence[str]) -> list[str]:
     """Return those files of a repository that are needed. Raises UsageError."""
     if TOKENIZER_FILE not in files:
+        _refuse_sentencepiece(name, files)
         raise UsageError(
             f"--tokenizer {name}: this repository has no {TOKENIZER_FILE}: use one that has, or "
             "--tokenizer FILE"
@@ -147,16 +152,33 @@ def _wanted(name: str, files: Sequence[str]) -> list[str]:
 
 
 def _read(path: Path, name: str) -> Content:
-    """Read the file ``tokenizer.json``, and the file with its settings if there is one."""
+    """Read the file ``tokenizer.json``, and the file with its settings if there is one; or CLIP's
+    vocabulary."""
+    _refuse_sentencepiece(name, [path.name])
     try:
         content = read_whole(path)
+        if content.startswith(clip_vocabulary.GZIP):
+            return Content(clip_vocabulary.tokenizer_of(content), clip_vocabulary.END)
         settings: dict[str, Any] = {}
         if _exists(path.parent / SETTINGS_FILE):
             settings = parse_object(read_whole(path.parent / SETTINGS_FILE))
     except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):  # unless it is a folder
+            _refuse_sentencepiece(name, [each.name for each in path.iterdir()])
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--tokenizer {name} cannot be read: {reason}") from None
     token = settings.get("pad_token")
     if isinstance(token, dict):  # transformers' AddedToken
         token = token.get("content")
     return Content(content, token if isinstance(token, str) else None)
+
+
+def _refuse_sentencepiece(name: str, files: Sequence[str]) -> None:
+    """Raise UsageError if SentencePiece's file is among those with which a tokenizer comes: the
+    package ``tokenizers`` does not read it."""
+    if file := next((file for file in files if file.endswith(_SENTENCEPIECE)), None):
+        raise UsageError(
+            f"--tokenizer {name}: {file} is a file of SentencePiece: convert its folder once, "
+            "where the packages transformers and sentencepiece are installed, by "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), and use --tokenizer NEW"
+        )

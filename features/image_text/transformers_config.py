@@ -183,10 +183,11 @@ _TO_TRANSFORMERS = {"gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def config_of(image: ModelSpec, text: TextTower, embedding: int, act: str, eps: float) -> dict:
-    """Return ``config.json``: of a ``SiglipModel`` for a tower that pools by attention, otherwise
-    of a ``CLIPModel``. ``embedding``: the width of embeddings; ``act``, ``eps``: the image
-    tower's."""
-    sizes, is_clip = image.sizes, image.settings["global_pool"] != "map"
+    """Return ``config.json``: of a ``Siglip2Model`` for a tower of native resolution, of a
+    ``SiglipModel`` for another that pools by attention, otherwise of a ``CLIPModel``.
+    ``embedding``: the width of embeddings; ``act``, ``eps``: the image tower's."""
+    sizes, is_native = image.sizes, image.segments is not None
+    is_clip = image.settings["global_pool"] != "map" and not is_native
     patch = image.settings["patch_size"]
     rows, columns = sizes.input_shape[1:]
     vision: dict[str, Any] = {
@@ -195,11 +196,14 @@ def config_of(image: ModelSpec, text: TextTower, embedding: int, act: str, eps: 
         "num_hidden_layers": sizes.depth,
         "num_attention_heads": sizes.num_heads,
         "num_channels": sizes.input_shape[0],
-        "image_size": rows if rows == columns else [rows, columns],
         "patch_size": patch,
         "hidden_act": _TO_TRANSFORMERS.get(act, act),
         "layer_norm_eps": eps,
     }
+    if is_native:
+        vision["num_patches"] = sizes.num_patches
+    else:
+        vision["image_size"] = rows if rows == columns else [rows, columns]
     texts: dict[str, Any] = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.width,
@@ -216,10 +220,11 @@ def config_of(image: ModelSpec, text: TextTower, embedding: int, act: str, eps: 
         texts |= ids | own
         vision |= own
     else:
-        own, kind = {}, "siglip"
+        own, kind = {}, "siglip2" if is_native else "siglip"
         texts["projection_size"] = embedding
+    model = {"clip": "CLIPModel", "siglip": "SiglipModel", "siglip2": "Siglip2Model"}[kind]
     return {
-        "architectures": ["CLIPModel" if is_clip else "SiglipModel"],
+        "architectures": [model],
         "model_type": kind,
         **own,
         "vision_config": {"model_type": f"{kind}_vision_model", **vision},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -131,10 +132,17 @@ def describe_texts(split: Split, view: ImageTextView, name: str) -> str:
     """Return what a log says of the texts of a split, as ``view`` reads them: the tokenizer with
     this ``name``, and how many of the first captions are truncated."""
     assert view.tokenizer is not None
-    tokenizer, truncated = view.tokenizer, list[bool]()
-    for number in range(min(_COUNTED, len(split))):
-        with contextlib.suppress(BrokenImageError):
-            truncated += map(tokenizer.is_truncated, read_captions(split, number))
+    tokenizer = view.tokenizer
+
+    def truncated_of(number: int) -> list[bool]:
+        try:
+            return [tokenizer.is_truncated(text) for text in read_captions(split, number)]
+        except BrokenImageError:  # training and evaluation report it when they read it
+            return []
+
+    with ThreadPoolExecutor(split.reading_threads) as pool:
+        found = pool.map(truncated_of, range(min(_COUNTED, len(split))))
+        truncated = [*itertools.chain.from_iterable(found)]
     form = ", canonical" if tokenizer.canonical else ""
     return (
         f"texts: {tokenizer.vocab_size:,} tokens ({name}{form}); {sum(truncated)} of the first "

@@ -7,6 +7,7 @@ evaluation, once, then classify the images as a classifier does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,15 +64,20 @@ def open_zero_shot(run: Run) -> ZeroShotData:
     flags = run.config.of(TextEvaluationConfig)
     assert flags.zero_shot is not None
     request = dataset_request(run, with_train=False, augment=False)
-    other = {"labels": None, "train_split": None, "val_split": None}
-    request = request.with_data(data_dir=flags.zero_shot, data_source="folder", **other)
+    request = request.with_data(**dict.fromkeys(_OF_PAIRS))
+    request = request.with_data(
+        data_dir=flags.zero_shot,
+        data_source=flags.zero_shot_source,
+        labels=flags.zero_shot_labels,
+        columns=flags.zero_shot_columns,
+    )
     try:
         images = open_data(replace(request, labels=True, opened_by=None))
         check_several_classes(images)
     except DataFolderError as error:
-        raise DataFolderError(str(error).replace("--data_dir", "--zero_shot")) from None
-    assert images.classes is not None
-    names = names_of(images.classes, flags.class_names)
+        raise DataFolderError(_of_zero_shot(str(error))) from None
+    labels = images.splits["val"].labels
+    names = names_of(images.classes, int(np.max(labels)) + 1, flags.class_names)
     prompts = lines_of("--prompts", flags.prompts or str(PROMPTS))
     if wrong := next((line for line in prompts if NAME not in line), None):
         raise DataFolderError(
@@ -82,22 +88,47 @@ def open_zero_shot(run: Run) -> ZeroShotData:
     return ZeroShotData(images, names, tokens_of("--zero_shot", texts, run.config))
 
 
-def names_of(folders: Sequence[str], file: str | None) -> list[str]:
-    """Return the name of each class: a line of the file ``--class_names``, or else that of its
-    folder, with spaces in place of underscores. Raises DataFolderError."""
+_OF_PAIRS = (
+    *("split_by", "val_fraction", "train_split", "val_split", "train_shards", "val_shards"),
+    *("dataset_config_name", "images_per_read"),
+)
+"""Data flags that say where pairs are, not the images to classify."""
+_FLAGS = {
+    "--data_dir": "--zero_shot",
+    "--data_source": "--zero_shot_source",
+    "--labels": "--zero_shot_labels",
+    "--columns": "--zero_shot_columns",
+}
+
+
+def _of_zero_shot(message: str) -> str:
+    """Return a message about data with the flags that say where the images to classify are."""
+    return re.sub("|".join(rf"{flag}\b" for flag in _FLAGS), lambda m: _FLAGS[m[0]], message)
+
+
+def names_of(classes: Sequence[str] | None, numbers: int, file: str | None) -> list[str]:
+    """Return the name of each class: a line of the file ``--class_names``, or else what the data
+    calls it, with spaces in place of underscores. ``classes``: what the data calls them; None:
+    labels are numbers below ``numbers``. Raises DataFolderError."""
+    count = len(classes) if classes else numbers
     if file is None:
-        names = [folder.replace("_", " ").strip() for folder in folders]
+        if not classes:
+            raise DataFolderError(
+                "the labels of --zero_shot are numbers without names: set --class_names FILE, with "
+                f"a line for each of {count:,} classes"
+            )
+        names = [name.replace("_", " ").strip() for name in classes]
         if "" in names:
             raise DataFolderError(
-                f"the folder {printable(folders[names.index('')])} is no name of a class: set "
-                "--class_names"
+                f"{printable(classes[names.index('')])!r} is no name of a class: set --class_names"
             )
         return names
     names = lines_of("--class_names", file)
-    if len(names) != len(folders):
+    # Of classes that have numbers, the last ones may be without images.
+    if len(names) < count or (classes and len(names) > count):
         raise DataFolderError(
-            f"--class_names {file} has {len(names):,} lines, but there are {len(folders):,} "
-            "classes: write one name a line, in the order of --class_order"
+            f"--class_names {file} has {len(names):,} lines, but there are {count:,} classes: "
+            "write one name a line, in the order of labels or of --class_order"
         )
     return names
 

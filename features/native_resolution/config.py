@@ -1,7 +1,7 @@
 """The flags of native resolution: of the sequences, and of the images in them."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from config_fields import bounded, flag, positive
 from data.config import DataConfig
@@ -34,6 +34,11 @@ class SequenceConfig:
         "64 tokens of --token_budget)",
         kind=bounded(int, 1, 255),
         metavar="N",
+    )
+    pos_embed_interp_mode: Literal["bicubic", "bilinear"] | None = flag(
+        None,
+        "native resolution: how learned positions are resampled to the grid of each image, with "
+        "antialiasing (default: the model's; bilinear for weights of transformers' SigLIP 2)",
     )
 
 

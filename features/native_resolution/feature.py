@@ -13,12 +13,14 @@ from training.errors import UsageError
 from training.feature import Feature, SmallSizes
 from training.feature_table import arranged_objectives
 from training.flags import check_range
+from training.resolve import with_defaults
 
 if TYPE_CHECKING:
     from data.source import View
     from features.native_resolution.model import SequenceShape
     from models.spec import ModelSpec
     from training.resolve import Run
+    from training.weights.source import Source
 
 _SMALL_IMAGES, _SMALL_TOKENS = 3, 3 * 3 + 3
 """Images of a sequence of the small run, which has a place for one more; the most tokens of one:
@@ -32,7 +34,7 @@ class NativeResolution(Feature):
     model_flags = SequenceConfig
     turned_on_by = ("--native_resolution", f"--model {NAFLEX_FAMILY}*")
     requires_it = (
-        *("--token_budget", "--max_images_per_sequence"),
+        *("--token_budget", "--max_images_per_sequence", "--pos_embed_interp_mode"),
         *("--max_tokens_per_image", "--resize_to_budget", "--side_scale"),
     )
     excludes = dict.fromkeys(
@@ -74,6 +76,20 @@ class NativeResolution(Feature):
         check_range("--side_scale", *images.side_scale)
         most = _most_tokens(config, model)
         return config.with_flags(replace(images, max_tokens_per_image=most))
+
+    def of_weights(self, config: RunConfig, weights: Source) -> RunConfig:
+        """Resample positions as the model does that SigLIP 2's files describe. Raises UsageError
+        for a flag that says otherwise."""
+        from training.weights.describe import describe
+
+        about = describe(weights).config
+        if about.content.get("model_type") != "siglip2":
+            return config
+        typed = config.of(SequenceConfig).pos_embed_interp_mode
+        if typed not in (None, "bilinear"):
+            why = f", whose positions are bilinear: drop --pos_embed_interp_mode {typed}"
+            raise about.refusal("model_type", "siglip2", why)
+        return with_defaults(config, {"pos_embed_interp_mode": "bilinear"})
 
     def arranged(self, run: Run, view: View, *, augment: bool) -> View:
         from data.images import as_image_view

@@ -282,6 +282,7 @@ def rotations_at(rope: Any, patch_coord: torch.Tensor) -> torch.Tensor:
 # Its spec.
 
 _SEQUENCES = ("token_budget", "max_images_per_sequence")
+_RESAMPLING = "pos_embed_interp_mode"
 _TOKEN_BUDGET = 1024
 _TOKENS_PER_IMAGE = 64
 """A sequence has a place for an image by default for so many tokens: an image of 8 x 8 patches."""
@@ -520,7 +521,7 @@ def open_model(name: str, overrides: Mapping[str, Any]) -> NativeSpec | None:
 def rebuild(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     """Return a NaFlexVit in place of the model ``name``, a preset or timm's, with ``overrides``
     over its own arguments. Raises ModelError if timm has none, or the arguments do not fit."""
-    given = {key: value for key, value in overrides.items() if key not in _SEQUENCES}
+    given = {n: value for n, value in overrides.items() if n not in (*_SEQUENCES, _RESAMPLING)}
     if given.pop("native_resolution", True) is False:
         raise ModelError(f"{name} supports native resolution only: remove --no-native_resolution")
     timms = name.removeprefix("timm/")
@@ -551,6 +552,7 @@ def rebuild(name: str, overrides: Mapping[str, Any]) -> NativeSpec:
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"timm cannot build {name} with native resolution: {reason}") from None
+    arguments[_RESAMPLING] = overrides.get(_RESAMPLING, arguments[_RESAMPLING])
     if arguments["img_size"] is not None:
         check_patches(arguments["img_size"], arguments["patch_size"])
 

@@ -272,7 +272,7 @@ RUN: dict[str, Run] = {
         shorter="--seeds 1 --epochs 1 --digits 160 --steps 1 --repeats 1",
     ),
     "python benchmarks/image_text.py": Run(
-        (r"^\| image to 134 texts, recall@1/5/10 \| [\d.]+ ", r"^\| the right one of two twins "),
+        (r"^\| image to 88 texts, recall@1/5/10 \| [\d.]+ ", r"^\| right one of two twins, place "),
         leaves=("image_text.json",),
         long=True,
         shorter="--seeds 1 --epochs 1",

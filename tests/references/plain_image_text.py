@@ -5,6 +5,7 @@ of transformers, so nothing of the program's model computes here.
 """
 
 import json
+import math
 import sys
 
 import torch
@@ -54,11 +55,14 @@ class PlainPairs(nn.Module):
         x = F.normalize(self.image_projection(pooled), dim=-1)
         y = F.normalize(self.projection(self.text(texts)), dim=-1)
         logits = self.logit_scale.exp() * x @ y.T
+        own = torch.arange(len(x))
+        different = logits.detach().clone().fill_diagonal_(-math.inf)
+        larger = [logits.diag() > different.amax(side) for side in (1, 0)]
+        self.shares = [100 * each.float().mean().item() for each in larger]
         if self.kind == "siglip":
             labels = 2 * torch.eye(len(x)) - 1
             return -F.logsigmoid(labels * (logits + self.logit_bias)).sum() / len(x)
-        labels = torch.arange(len(x))
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
 def train(flags):
@@ -79,15 +83,18 @@ def train(flags):
     ]
     optimizer = torch.optim.AdamW(groups, lr=how.lr)
 
-    counts = []
+    counts, shares = [], []
 
     def losses_of(step, batch):
         pooled, texts = pairs_of(batch, model, run)
         counts.append(len(pooled))
         yield model(pooled, texts)
+        shares.append(model.shares)
 
     losses, norms = train_by(losses_of, optimizer, run, run.config.max_steps, warm_cosine(how))
     found = {"loss": losses, "grad_norm": norms, "images": counts}
+    to_text, to_image = zip(*shares, strict=True)
+    found |= {"batch_image_to_text_r1": to_text, "batch_text_to_image_r1": to_image}
     return found | {"val_loss": val_loss(model, run)}
 
 

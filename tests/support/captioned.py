@@ -98,11 +98,11 @@ def _write_saved(root, form):
 
 
 def opened(
-    root: Path, flags: dict, keys: Sequence[str] = (), *, seed: int = 3, size: int = 16
+    root: Path, flags: dict, keys: Sequence[str] = (), *, seed: int = 3, size: int = 16, view=None
 ) -> DataSource:
     """The source as a run opens it, with the bytes of captions as tokens."""
     tokenizer = ByteTokenizer(LENGTH, canonical=False)
-    view = ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, tuple(keys))
+    view = view or ImageTextView(LENGTH, tokenizer.vocab_size, tokenizer, tuple(keys))
     config = DataConfig(**{"data_dir": str(root), "batch_size": 4, "num_workers": 0} | flags)
     opened_by = opener_of(RunConfig(data=config))
     return open_data(

@@ -90,6 +90,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "val_captions": ("1", "3"),
     "zero_shot": (str(DIGITS),),
     "zero_shot_every": ("0", "1"),
+    "zero_shot_columns": ("image label",),
     "logit_scale_init": ("1", "20"),
     "logit_bias_init": ("-10", "0"),
     "local_crops": ("0", "2"),
@@ -226,6 +227,7 @@ def files(folder: Path) -> dict[str, tuple[str, ...]]:
         "class_map": (f"{folder}/classes.txt",),
         "class_names": (f"{folder}/classes.txt",),
         "prompts": (f"{folder}/prompts.txt",),
+        "zero_shot_labels": (f"{folder}/images.csv",),
         "train_shards": ("train/*.tar",),
         "val_shards": ("val/*.tar",),
         "index_dir": (f"{folder}/index",),
@@ -270,7 +272,12 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
                 *("--max_images_per_sequence 1", "--max_images_per_sequence 255"),
                 *("--max_tokens_per_image 5", "--max_tokens_per_image 12"),
                 *("--side_scale 0.5 1", "--side_scale 2 2", "--resize_to_budget"),
+                *("--pos_embed_interp_mode bicubic", "--pos_embed_interp_mode bilinear"),
             )
+        },
+        **{
+            typed: {"data_source": "--data_source folder"}
+            for typed in ("--image_size_schedule 8:0.5 16:0.5", "--image_size_schedule 8 16")
         },
         "--rope_rescale_coords 1": {"model": f"--model {EVA}"},
         "--rope_rescale_coords 2": {"model": f"--model {EVA}"},
@@ -288,6 +295,10 @@ def with_it(typed: str, folder: Path) -> dict[str, str]:
         f"--zero_shot {DIGITS}": {
             "tokenizer": "--tokenizer bytes",
         },
+        "--zero_shot_source webdataset": {"zero_shot": f"--zero_shot {folder}/shards"},
+        "--zero_shot_source parquet": {"zero_shot": f"--zero_shot {folder}/tables/parquet"},
+        "--zero_shot_source huggingface": {"zero_shot": f"--zero_shot {folder}/tables/saved"},
+        "--zero_shot_columns image label": {"zero_shot": f"--zero_shot {folder}/tables/parquet"},
         "--data_source captioned_mosaics": pairs
         | {
             "data_source": "--data_source captioned_mosaics",

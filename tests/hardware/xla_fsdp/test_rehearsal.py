@@ -146,6 +146,7 @@ FLAGS = [
     (TWO_HOSTS, "--run_without_fsdp --precision bf16 --qk_norm"),
     (TWO_HOSTS, "--grad_accum_steps 2 --no_grad_ckpt --eval_batches 3"),
     (TWO_HOSTS, "--num_workers 2 --clip_grad_norm 0.1"),
+    (TWO_HOSTS, "--embed_dim 34 --mlp_ratio 3"),  # two shards, four copies of each
     (Slice("v5p-8", (2, 2, 1), slices=4), "--mesh_dcn 4 --mesh_tensor 2"),
     (Slice("v6e-16", (4, 4, 1)), "--mesh_tensor 2 --mesh_fsdp 8 --precision bf16"),
 ]

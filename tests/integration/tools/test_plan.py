@@ -197,6 +197,34 @@ def test_self_distillation_is_planned_for_tpus(dino):
     assert "dino is incompatible with --mesh_tensor 2" in refusal(request, tensor)
 
 
+# -- pairs of images and texts ---------------------------------------------------------------
+
+PAIRS = "--fake_data --precision bf16 --batch_size 1024 --model timm/vit_base_patch16_siglip_224"
+
+
+def products_s(flags, policy, passes):
+    config = resolve_common(read_flags([*PAIRS.split(), *flags.split()]).run)
+    config, model = resolve_model(config)
+    candidate = TpuCandidate(Mesh(fsdp=8), policy, passes, "whole", parse_topology("v5e:2x4"))
+    estimate = functools.partial(candidate.estimate, config=config)
+    return summed(estimate, step_sizes(model)).products_s, model, config.data.batch_size
+
+
+@pytest.mark.parametrize("objective", ["siglip", "clip"])
+def test_several_passes_compare_all_pairs_by_one_more_forward_pass(objective):
+    """The embeddings of all micro-batches are computed first."""
+    flags = f"--objective {objective}"
+    once, model, batch_size = products_s(flags, "none", 1)
+    of_forward = model.train_flops_per_image / 3 * batch_size / 8 / (0.88 * 197e12)
+    for passes in (2, 4):
+        more = products_s(flags, "none", passes)[0] - once
+        assert more == pytest.approx(of_forward, rel=0.1)
+    # With the blocks computed again for the backward pass, a fifth pass in place of four.
+    several = products_s(flags, "full", 4)[0] / products_s(flags, "full", 1)[0]
+    assert several == pytest.approx(5 / 4, rel=0.02)
+    assert products_s("", "none", 4)[0] == pytest.approx(products_s("", "none", 1)[0])
+
+
 # -- features -------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.support.cli import run_program, train_tiny, train_tiny_gpu
+from tests.support.cli import run_program, train_tiny, train_tiny_gpu, train_tiny_megatron
 from tests.support.marks import long
 from tests.support.native_images import TRAIN, VAL, write_captions, write_images
 
@@ -73,6 +73,11 @@ def on_xla(devices):
         long("clip", on_fsdp2(2), "--grad_accum_steps 2"),
         long("clip", on_xla(2), ""),
         long("buckets", on_xla(2), ""),
+        long("sequences", train_tiny_megatron, "--grad_accum_steps 2"),
+        long("sequences", on_xla(1), "--xla_fsdp nested"),
+        long("clip", train_tiny_megatron, ""),
+        long("buckets", train_tiny_megatron, "--grad_accum_steps 2"),
+        long("buckets", on_xla(1), "--xla_fsdp nested --grad_accum_steps 2"),
         long("schedule", on_fsdp2(1), ""),
         long("schedule", on_xla(2), ""),
     ],

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from tests.support.checkpoints import tensors_of
 from tests.support.cli import (
     DIGITS,
+    HAS_XLA,
     TINY_MODEL,
     TINY_RUN,
     run_program,
@@ -49,7 +51,7 @@ def on_gpu(tmp_path_factory):
 
 
 def assert_same(result, expected):
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", "batch_image_to_text_r1", "batch_text_to_image_r1"):
         assert result.column(name) == pytest.approx(expected[name], rel=2e-5)
     assert "Involuntary full rematerialization" not in result.stderr
     assert "new compilation" not in result.stdout
@@ -102,6 +104,52 @@ def test_clip_on_gpus(flags, clip, tmp_path):
 @pytest.mark.parametrize("flags", ["", "--grad_accum_steps 2"])
 def test_megatron(flags, siglip, tmp_path):
     assert_same(train_tiny_megatron(tmp_path, *PAIR_FLAGS, *flags.split()), siglip)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["", "--grad_accum_steps 2"])
+def test_clip_by_megatron(flags, clip, tmp_path):
+    assert_same(train_tiny_megatron(tmp_path, *PAIR_FLAGS, *CLIP, *flags.split()), clip)
+
+
+@pytest.mark.long
+def test_megatron_over_two_groups(siglip, tmp_path):
+    flags = [*PAIR_FLAGS, *"--mesh_dcn 2 --mesh_fsdp 2".split()]
+    assert_same(train_tiny_megatron(tmp_path, *flags, processes=4), siglip)
+
+
+@pytest.mark.long
+def test_clip_by_nested_fsdp(clip, tmp_path):
+    assert_same(train_tiny(tmp_path, *PAIR_FLAGS, *CLIP, "--xla_fsdp", "nested"), clip)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("locked", [LOCKED, ["--lock_text"]])
+def test_a_locked_tower_on_the_other_forms(locked, tmp_path):
+    """Losses are those of FSDP2, and the tower stays as it was."""
+    flags = [*PAIR_FLAGS, *locked]
+    expected = train_tiny_gpu(tmp_path / "fsdp2", *flags, processes=2)
+    megatron = train_tiny_megatron(tmp_path / "megatron", *flags)
+    nested = [train_tiny(tmp_path / "xla", *flags, "--xla_fsdp", "nested")] if HAS_XLA else []
+    for result in (megatron, *nested):
+        for name in ("loss", "grad_norm", "logit_scale"):
+            assert result.column(name) == pytest.approx(expected.column(name), rel=1e-4)
+    states = [tensors_of(each.ckpt_dir / "step_6") for each in (expected, megatron)]
+    prefix = "model.blocks." if locked == LOCKED else "model.text_blocks."
+    kept = [name for name in states[0] if name.startswith(prefix)]
+    assert kept
+    assert all(states[0][name].equal(states[1][name]) for name in kept)
+
+
+@pytest.mark.long
+def test_megatron_and_fsdp2_continue_each_other(tmp_path):
+    flags = [*PAIR_FLAGS, *"--grad_accum_steps 2 --ckpt_step_interval 3".split()]
+    first = train_tiny_gpu(tmp_path / "fsdp2", *flags, processes=2)
+    other = train_tiny_megatron(tmp_path / "megatron", *flags)
+    for start, train in ((first, train_tiny_megatron), (other, train_tiny_gpu)):
+        folder = tmp_path / f"from_{start.ckpt_dir.name}"
+        result = train(folder, *flags, "--resume", str(start.ckpt_dir / "step_3"), processes=2)
+        assert result.column("loss") == pytest.approx(first.column("loss")[3:], rel=2e-5)
 
 
 @pytest.mark.long

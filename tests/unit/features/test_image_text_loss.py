@@ -56,8 +56,12 @@ def expected(kind, pairs, factor=1.0):
 
 
 def assert_same(kind, pairs, found):
-    loss, gradients = found
+    loss, gradients, nearest = found
     whole, parts = expected(kind, pairs)
+    similar = (pairs.images.flatten(0, 1) @ pairs.texts.flatten(0, 1).T).double()
+    own = torch.arange(len(similar))
+    shares = torch.stack([(similar.argmax(side) == own).float().mean() for side in (1, 0)])
+    torch.testing.assert_close(nearest, shares, rtol=1e-6, atol=0)
     # Logits near 100 have a spacing of 8e-6.
     tolerance = 1e-6 if pairs.scale.max() < 64 else 4e-6
     torch.testing.assert_close(loss.double(), whole, rtol=tolerance, atol=0)
@@ -91,15 +95,26 @@ def test_padding_counts_for_nothing(kind):
     ids[1, 4:] = PADDING
     for values in pairs[:2]:
         values[1, 4:] = 7.0
-    loss, gradients = contrast(kind, pairs, ids, torch.tensor(10), SAME, padded=True)
+    loss, gradients, nearest = contrast(kind, pairs, ids, torch.tensor(10), SAME, padded=True)
     present = Pairs(*(x.flatten(0, 1)[None, :10] for x in pairs))
+    ids = torch.arange(10, dtype=torch.int32)[None]
+    assert nearest.equal(contrast(kind, present, ids, 10, SAME).nearest)
     whole, parts = expected(kind, present)
     torch.testing.assert_close(loss.double(), whole, rtol=1e-6, atol=0)
     for given, wanted in zip(gradients[:2], parts[:2], strict=True):
         assert not given[1, 4:].any()
         torch.testing.assert_close(given.flatten(0, 1)[:10].double(), wanted, rtol=0, atol=1e-6)
-    alone, _ = contrast(kind, pairs, ids, torch.tensor(10), SAME, padded=True, gradients=False)
-    assert alone == loss
+    ids = torch.cat([ids, ids.new_full((1, 2), PADDING)], dim=1).view(2, 6)
+    how = {"padded": True, "gradients": False}
+    assert contrast(kind, pairs, ids, torch.tensor(10), SAME, **how).loss == loss
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_collapsed_model_finds_nothing(kind):
+    pairs, ids = drawn(1, 40, 10.0, -10.0), torch.arange(40, dtype=torch.int32)[None]
+    same = pairs._replace(images=torch.ones_like(pairs.images), texts=torch.ones_like(pairs.texts))
+    chunks = 8 * (40 + WIDTH) * 16
+    assert not contrast(kind, same, ids, 40, SAME, chunk_bytes=chunks).nearest.any()
 
 
 def test_chunks_stay_small_for_any_batch():

@@ -136,6 +136,138 @@ def test_native_resolution_siglip2_at_its_own_grid(tmp_path):
     torch.testing.assert_close(logits(model, images, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
+# -- native resolution -----------------------------------------------------------------------------
+
+GRIDS = [(4, 4), (2, 7), (9, 3), (1, 1), (5, 6), (13, 1)]
+"""Rows and columns of images; the table of positions has 4 x 4."""
+
+
+def siglip2(patch=8, patches=16, **sizes):
+    sizes = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 2} | sizes
+    sizes = {"num_attention_heads": 6} | sizes
+    text = sizes | {"vocab_size": 90, "max_position_embeddings": 12}
+    image = sizes | {"num_patches": patches, "patch_size": patch}
+    config = Siglip2Config(vision_config=image, text_config=text)
+    config._attn_implementation = "eager"
+    return config
+
+
+def drawn_sizes(grids, values):
+    """The patches of an image of each grid."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(rows * columns, values, generator=generator) for rows, columns in grids]
+
+
+def in_one_sequence(images, grids, places):
+    """As the model here takes them: one after the other, then padding."""
+    coordinates, numbers = [], []
+    for number, (rows, columns) in enumerate(grids, 1):
+        at = torch.arange(rows * columns)
+        sides = torch.tensor([rows, columns]).expand(len(at), 2)
+        coordinates.append(torch.cat([(at // columns)[:, None], (at % columns)[:, None], sides], 1))
+        numbers.append(torch.full((len(at),), number))
+    patches, coordinates, numbers = map(torch.cat, (images, coordinates, numbers))
+    more = places - len(patches)
+    pad = torch.nn.functional.pad
+    return {
+        "patches": pad(patches, (0, 0, 0, more), value=7.0)[None],
+        "patch_coord": pad(coordinates, (0, 0, 0, more))[None],
+        "segment_ids": pad(numbers, (0, more)).int()[None],
+    }
+
+
+def in_a_batch(images, grids):
+    """As transformers takes them: each padded to the longest."""
+    most = max(map(len, images))
+    pad = torch.nn.functional.pad
+    return {
+        "pixel_values": torch.stack([pad(x, (0, 0, 0, most - len(x)), value=3.0) for x in images]),
+        "pixel_attention_mask": torch.stack(
+            [pad(torch.ones(len(x), dtype=torch.int64), (0, most - len(x))) for x in images]
+        ),
+        "spatial_shapes": torch.tensor(grids),
+    }
+
+
+def assert_same_logits(model, theirs, spec, grids=GRIDS):
+    """Of images of all grids, together here."""
+    generator = torch.Generator().manual_seed(3)
+    text = spec.config.text
+    tokens = torch.randint(text.vocab_size, (spec.segments, text.length), generator=generator)
+    images = drawn_sizes(grids, spec.shape.values_of_patch(3))
+    with torch.no_grad():
+        found = model((in_one_sequence(images, grids, spec.shape.tokens), tokens.int()))
+        expected = theirs(input_ids=tokens, **in_a_batch(images, grids)).logits_per_image
+    products = found.images[: len(grids)] @ found.texts.T
+    ours = found.scale[0] * products + found.bias[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
+    assert expected.std() > 0.05
+
+
+NATIVE = "--objective siglip --native_resolution --token_budget 120 --max_images_per_sequence 8"
+
+
+def test_images_of_any_size_have_transformers_logits(tmp_path):
+    theirs = randomize(Siglip2Model(siglip2()))
+    theirs.save_pretrained(tmp_path)
+    spec, model, adapter = loaded(tmp_path, *NATIVE.split())
+    assert_same_logits(model, theirs, spec)
+    assert "new" not in adapter.note
+    assert spec.settings["pos_embed_interp_mode"] == "bilinear"
+    with pytest.raises(UsageError, match="drop --pos_embed_interp_mode bicubic"):
+        loaded(tmp_path, *NATIVE.split(), "--pos_embed_interp_mode", "bicubic")
+    # The images of the table's size do not show how it is resampled.
+    _, other, _ = loaded(
+        tmp_path,
+        *NATIVE.split(),
+        "--model",
+        "timm/vit_base_patch32_siglip_256",
+        *"--patch_size 8 --image_size 32 --embed_dim 96 --num_blocks 2 --num_heads 6".split(),
+    )
+    assert_same_logits(other, theirs, spec)
+
+
+def test_transformers_loads_native_resolution(tmp_path):
+    randomize(Siglip2Model(siglip2())).save_pretrained(tmp_path / "first")
+    ours, spec, _ = configured(tmp_path / "first", *NATIVE.split())
+    model = randomize(filled(spec), seed=5)
+    run = as_run(ours, model, tmp_path / "run.safetensors")
+    folder = converted(run, tmp_path / "there", "transformers")
+    theirs, how = AutoModel.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert isinstance(theirs, Siglip2Model)
+    assert not how["missing_keys"]
+    assert not how["unexpected_keys"]
+    assert_same_logits(model.eval(), theirs.eval(), spec)
+    _, again, _ = loaded(folder, *NATIVE.split())
+    states = again.state_dict(), model.state_dict()
+    assert all(states[0][name].equal(values) for name, values in states[1].items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "names", "text"),
+    [
+        ("--global_pool avg", "transformers", "its fc_norm is True, there False"),
+        ("--pos_embed_interp_mode bicubic", "transformers", "bicubic', there 'bilinear'"),
+        ("--image_size 32 64", "transformers", "positions are 4 x 8, there a square"),
+        ("", "open_clip", "images may have any size (--native_resolution)"),
+    ],
+)
+def test_what_native_resolution_cannot_be_written(flags, names, text, tmp_path, capsys):
+    small = f"{NATIVE} --text_width 24 --text_heads 2 --text_depth 1 --text_vocab_size 90"
+    small += " --model timm/vit_base_patch32_siglip_256 --embed_dim 36 --num_heads 2"
+    small += " --num_blocks 1 --image_size 32 --patch_size 8"
+    if "interp" not in flags:
+        small += " --pos_embed_interp_mode bilinear"
+    config, _, model = of_flags(*small.split(), *flags.split())
+    run = as_run(config, model, tmp_path / "run.safetensors")
+    words = [run, tmp_path / "there", "--to", "safetensors", "--names", names]
+    assert convert.main([*map(str, words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
 # -- open_clip -------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,16 @@
 """Tokens of texts, compared with those of transformers, and what is refused."""
 
+import gzip
 import json
+import random
 import sys
 import types
 
 import numpy as np
 import pytest
 
+from data.files import SizeLimit
+from features.image_text import clip_vocabulary
 from features.image_text.config import ImageTextConfig
 from features.image_text.tokenizer import ByteTokenizer, FileTokenizer, canonical_text
 from features.image_text.tokenizer_files import open_tokenizer, save_copy
@@ -49,6 +53,87 @@ def test_tokens_are_those_of_transformers(save, tmp_path):
     lengths = [len(each) for each in theirs(TEXTS).input_ids]
     assert [ours.is_truncated(text) for text in TEXTS] == [each > length for each in lengths]
     assert max(lengths) > length > min(lengths)
+
+
+MODEL = "--fake_data --model vit_tiny_patch16_224"
+MERGES = ["t h", "th e</w>", "c a", "ca t</w>", "n o", "no t</w>", "Ã ©</w>", "ð Ł"]
+ODD = [
+    *TEXTS,
+    "don't can\u2019t I'LL we've they'd",
+    "&amp; &lt;b&gt; &amp;amp;",
+    "<|STARTOFTEXT|> <|startoftext|>the<|endoftext|>",
+    "e\u0301 \u00e9 cafe\u0301 ﬁ ǅ İ ẞ",
+    "\x00\x01\x1b[31m a\tb\r\nc \u2028 \x85 \xa0nb \u200b\u200d\ufeff",
+    "½ Ⅷ ٣٤ 1234 a_b-c--d...e!!! № ™",
+    "مرحبا बच्चा 😀👍🏽 👨‍👩‍👧 \U0010ffff \U000e0001",
+]
+
+
+def drawn_texts(count):
+    """Texts of characters of any kind."""
+    random.seed(0)
+    ranges = [(0, 0x7F), (0, 0x2FF), (0, 0xD7FF), (0xE000, 0x1FFFF)]
+    for _ in range(count):
+        letters = (random.randint(*random.choice(ranges)) for _ in range(random.randint(1, 20)))
+        yield "".join(map(chr, letters))
+
+
+def packed(lines):
+    return gzip.compress("\n".join(lines).encode())
+
+
+def test_the_vocabulary_of_clip(tmp_path):
+    """With fewer merges than OpenAI's file; lines after them count for nothing there."""
+    from transformers import CLIPTokenizer
+
+    file = tmp_path / "bpe_simple_vocab_16e6.txt.gz"
+    file.write_bytes(packed(['"bpe_simple_vocab_16e6.txt#version: 0.2', *MERGES, ""]))
+    run = on_gpus(f"--objective clip {MODEL} --tokenizer {file} --text_length 300")
+    ours, letters = open_tokenizer(run.config), clip_vocabulary._letters()
+    assert len({*letters}) == 256
+    assert letters[ord("a") - ord("!")] == "a"
+    words = [*letters, *(f"{letter}</w>" for letter in letters)]
+    words += [merge.replace(" ", "") for merge in MERGES]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    theirs = CLIPTokenizer(
+        vocab={word: number for number, word in enumerate(words)},
+        merges=[tuple(merge.split()) for merge in MERGES],
+    )
+    texts = [*ODD, *drawn_texts(500)]
+    how = {"padding": "max_length", "truncation": True, "max_length": 300}
+    expected = theirs(texts, **how, return_tensors="np").input_ids
+    np.testing.assert_array_equal(ours(texts), expected)
+    # A checkpoint's copy is the same tokenizer.
+    save_copy(run.config, tmp_path)
+    content = (tmp_path / "tokenizer.json").read_bytes()
+    again = FileTokenizer(content, "<|endoftext|>", 300, canonical=False, name="NAME")
+    assert again.checksum == ours.checksum
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (packed(["bpe_simple_vocab", "a b c"]), "a gzip file, but not CLIP's"),
+        (packed(["a b", "c d"]), "a gzip file, but not CLIP's"),
+        (packed(["bpe_simple_vocab", "a b"])[:-9], "a truncated gzip file"),
+        (clip_vocabulary.GZIP + b"x" * 30, "a damaged gzip file"),
+        (packed(["bpe_simple_vocab", "a" * 2000]), "has 1,001 bytes; the limit for"),
+    ],
+)
+def test_other_compressed_files_are_one_line(content, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(clip_vocabulary, "TEXT", SizeLimit("a file of text or JSON", 1000))
+    file = tmp_path / "x.gz"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--tokenizer {file} cannot be read: .*{message}"):
+        on_gpus(f"--objective clip {MODEL} --tokenizer {file}")
+
+
+def test_files_of_sentencepiece_are_converted_by_others(tmp_path):
+    file = tmp_path / "spiece.model"
+    file.write_bytes(b"\n\x0e\n\x05<pad>\x15\x00\x00\x00\x00\x18\x03")
+    for name in (file, tmp_path):
+        with pytest.raises(UsageError, match=r"spiece\.model is a file of SentencePiece: convert"):
+            on_gpus(f"--objective siglip {MODEL} --tokenizer {name}")
 
 
 def test_bytes_end_each_text():
