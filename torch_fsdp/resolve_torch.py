@@ -236,6 +236,7 @@ FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
 def _check_simple(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
+    dropout = config.model.attn_drop_rate
     refused = {
         f"--zero_dp_strategy {backend_config.zero_dp_strategy}": (
             backend_config.zero_dp_strategy != 3
@@ -244,10 +245,18 @@ def _check_simple(
         "--optimizer muon": config.optimizer.optimizer == "muon",
         "--precision fp16": config.sharding.precision == "fp16",
         "CUDA": isinstance(device, devices.Cuda),
+        # A fused kernel draws its own random numbers.
+        f"--att_dropout {dropout}": bool(dropout) and device.compiles_all and _attention_is_fused(),
     }
     for what, is_on in refused.items():
         if is_on:
             raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+
+
+def _attention_is_fused() -> bool:
+    from timm.layers import use_fused_attn  # only here: timm takes a second
+
+    return use_fused_attn() > 0
 
 
 SIMPLE = FsdpImplementation(
