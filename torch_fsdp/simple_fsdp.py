@@ -10,7 +10,7 @@ the device's compiler schedules collectives beside products.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -125,16 +125,27 @@ class Unit:
     barrier: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compute(self._shards(), args, kwargs)
+        return self.compute(self._shards(), self._random(), args, kwargs)
 
-    def compute(self, shards: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    def _random(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what begins the random numbers of a pass that starts; None outside of a trace."""
+        if (random := StatelessRandom.of_trace) is None:
+            return None
+        return functools.partial(random.at, random.next_pass(self.number))
+
+    def compute(
+        self,
+        shards: Sequence[Any],
+        random: Callable[[], AbstractContextManager[None]] | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
         whole = [
             Gather.apply(shard, layout)
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
         ]
-        random = StatelessRandom.of_trace
-        with self._in_place(whole), random.unit(self.number) if random else nullcontext():
+        with self._in_place(whole), random() if random else nullcontext():
             output = (self.forward if random else self.untraced)(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
@@ -160,25 +171,26 @@ class Unit:
         how: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            random = self._random()
             hidden: list[torch.Tensor] = []
             """In a recomputation: the arguments that are tensors, then the shards."""
 
             def compute(*args: Any, **kwargs: Any) -> Any:
                 if not hidden:
-                    return self(*args, **kwargs)
+                    return self.compute(self._shards(), random, args, kwargs)
                 given = iter(hidden)
                 args = tuple(next(given) if isinstance(x, torch.Tensor) else x for x in args)
-                return self.compute(list(given), args, kwargs)
+                return self.compute(list(given), random, args, kwargs)
 
             output = checkpoint(
                 compute,
                 *args,
                 use_reentrant=False,
-                preserve_rng_state=StatelessRandom.of_trace is None,
+                preserve_rng_state=random is None,
                 **how,
                 **kwargs,
             )
-            if StatelessRandom.of_trace and output.requires_grad:
+            if random and output.requires_grad:
                 inputs = [x for x in args if isinstance(x, torch.Tensor)]
                 output.register_hook(functools.partial(self._hide, inputs, hidden))
             return output
@@ -302,7 +314,7 @@ class SimpleFsdpBackend(TorchBackend):
         if self._graphs is None:
             return compute(inputs)
         first, count = inputs.first_micro_batch, len(inputs.micro_batches)
-        rates = {name: x for name, x in vars(inputs.rates).items() if isinstance(x, float)}
+        rates = {name: x for name, x in vars(inputs.rates).items() if isinstance(x, (int, float))}
         seeds = [
             micro_batch_seed(self._run.config.seed, index, self.batch_shard) % 2**31
             for index in range(first, first + count)
@@ -343,7 +355,7 @@ class SimpleFsdpBackend(TorchBackend):
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:
         if random := StatelessRandom.of_trace:
-            random.seed = self._seeds[micro_batch_index]
+            random.begin(self._seeds[micro_batch_index])
         else:
             super().begin_micro_batch(micro_batch_index)
 

@@ -8,6 +8,8 @@ what the step writes into it in place is written by the graph.
 
 import contextlib
 import math
+import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torch_fsdp.devices import Device
-from training.optimizers import hashed, random_bits
+from training.optimizers import hashed, key_of, random_bits
+from training.processes.stopping import all_reduce_max
 
 _aten: Any = torch.ops.aten
 _eager_semantics = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
@@ -75,8 +78,19 @@ class StepGraphs:
         finally:
             StatelessRandom.of_trace = None
         state = lift_state(traced, self._device.where.type)
+        if not self._device.is_host:
+            check_same(traced)
         run = self._device.compile_graph(traced, [*inputs, *state], written_inputs(traced))
         return StepGraph(run, state, results[0], traced)
+
+
+def check_same(traced: GraphModule) -> None:
+    """Raise RuntimeError in all processes unless all have traced the same graph. Collectives of
+    different programs would wait for each other for ever. A collective call."""
+    digest = zlib.crc32(traced.code.encode())
+    largest, smallest = all_reduce_max(digest)(), -all_reduce_max(-digest)()
+    if largest != smallest:
+        raise RuntimeError("the processes have traced different steps")
 
 
 def lift_state(traced: GraphModule, device: str) -> list[torch.Tensor]:
@@ -143,30 +157,38 @@ class StatelessRandom(TorchDispatchMode):
 
     of_trace: ClassVar["StatelessRandom | None"] = None
     """Those of the step that this process is tracing; None between traces."""
-    seed: torch.Tensor
-    """An int32 scalar: of the micro-batch that is being traced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = (0, 0)
-        """The unit, and how many times it has drawn."""
+        self._place, self._draws = (0, 0), 0
+        """The unit, which of its passes it is in, and how many times it has drawn there."""
+
+    def begin(self, seed: torch.Tensor) -> None:
+        """Begin a micro-batch; ``seed``: an int32 scalar."""
+        self._seed = seed
+        self._place, self._draws = (0, 0), 0
+        self._passes: Counter[int] = Counter()
+
+    def next_pass(self, unit: int) -> tuple[int, int]:
+        """Return the place of the next pass of a unit, for ``at``."""
+        self._passes[unit] += 1
+        return unit, self._passes[unit]
 
     @contextlib.contextmanager
-    def unit(self, number: int) -> Iterator[None]:
-        """Draw the numbers of unit ``number`` inside."""
-        outside, self._place = self._place, (number, 0)
+    def at(self, place: tuple[int, int]) -> Iterator[None]:
+        """Draw the numbers of a unit's pass inside: the same each time."""
+        outside = self._place, self._draws
+        self._place, self._draws = place, 0
         try:
             yield
         finally:
-            self._place = outside
+            self._place, self._draws = outside
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         """Return numbers in [0, 1), fp32."""
-        unit, count = self._place
-        self._place = unit, count + 1
-        place = (unit * 0x9E3779B1 + count * 0x85EBCA77) % 2**32 - 2**31
-        key = hashed(self.seed + place)
-        bits = random_bits(shape, self.seed.device, key, key)
+        self._draws += 1
+        key = hashed(self._seed + key_of(self._draws, *self._place))
+        bits = random_bits(shape, key.device, key, key)
         return (bits & 0xFFFFFF).float() * 2.0**-24
 
     def __torch_dispatch__(

@@ -62,7 +62,7 @@ def drops(module, graphs, number, x):
     """The entries that a module drops with this seed."""
 
     def step(inputs):
-        StatelessRandom.of_trace.seed = inputs["seed"]
+        StatelessRandom.of_trace.begin(inputs["seed"])
         return module(inputs["x"])
 
     return graphs.run(step, {"x": x, "seed": seed(number)}, key=id(module)) == 0
@@ -86,11 +86,11 @@ def test_recomputation_drops_the_same():
     graphs = StepGraphs(Cpu())
 
     def step(inputs):
-        StatelessRandom.of_trace.seed = inputs["seed"]
+        StatelessRandom.of_trace.begin(inputs["seed"])
         x = inputs["x"].detach().requires_grad_()
 
         def block(x):
-            with StatelessRandom.of_trace.unit(1):
+            with StatelessRandom.of_trace.at((1, 1)):
                 return F.dropout(x.sin(), 0.5)
 
         y = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
@@ -103,20 +103,22 @@ def test_recomputation_drops_the_same():
     torch.testing.assert_close(gradient, torch.where(y == 0, 0.0, 2 * x.cos()))
 
 
-def test_units_and_draws_differ():
+def test_units_passes_and_draws_differ():
     with StatelessRandom() as random:
-        random.seed = seed(5)
+        random.begin(seed(5))
         rows = [torch.rand(1000), torch.rand(1000)]
-        for unit in (1, 2):
-            with random.unit(unit):
+        for place in [random.next_pass(unit) for unit in (1, 1, 2)]:
+            with random.at(place):
                 rows += [torch.rand(1000), torch.rand(1000)]
+            with random.at(place):
+                assert torch.rand(1000).equal(rows[-2])
     correlations = torch.corrcoef(torch.stack(rows)) - torch.eye(len(rows))
     assert correlations.abs().max() < 0.15
 
 
 def test_normal_and_uniform_numbers():
     with StatelessRandom() as random:
-        random.seed = seed(7)
+        random.begin(seed(7))
         uniform, normal = torch.rand(20000), torch.randn(20000)
     for drawn, mean, deviation in ((uniform, 0.5, 12**-0.5), (normal, 0.0, 1.0)):
         assert drawn.mean().item() == pytest.approx(mean, abs=0.03)
