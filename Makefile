@@ -18,7 +18,7 @@ help:
 	@echo "make train-domain      train on mosaics of digits, each image split over 4 virtual devices (5 minutes)"
 	@echo "make train-mae         pretrain a masked autoencoder on the digits, without labels (5 minutes)"
 	@echo "make train-dino        self-distillation (DINO) on the digits, without labels (5 minutes)"
-	@echo "make train-siglip      image-text pre-training (SigLIP) on digits and captions (6 minutes)"
+	@echo "make train-siglip      image-text pre-training (SigLIP) on digits and captions (4 minutes)"
 	@echo "make test              set up .venv, then run the tests (15 to 30 minutes)"
 	@echo "make install           set up .venv only"
 	@echo "make test-gpu-path     test FSDP2 and Megatron-FSDP with PyTorch 2.14 in .venv-newer"

@@ -38,6 +38,7 @@ class Flag:
     several: bool = False
     choices: tuple[str, ...] = ()
     common: bool = False
+    backends: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     requires_at_default: bool = False
     incompatible_with: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ def flag(default: Any, help: str, **properties: Any) -> Any:
     several: takes one or more values; a single one is stored as is, more as a tuple.
     choices: the allowed words, if the type does not list them.
     common: shown by plain ``--help``.
+    backends: the backends that use it, if they are not those of its class.
     requires: conditions that must hold if the value is not the default, each "field" or
         "field=value", with "|" between alternatives.
     requires_at_default: whether the conditions must also hold if the flag is set to its default.

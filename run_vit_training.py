@@ -163,10 +163,13 @@ def predict(flags: Flags) -> None:
 
 def compile_only(flags: Flags) -> int:
     """``--compile_only``: compile the step for TPUs without having them."""
-    from tools.compile_only.command import compile_step
+    from tools.compile_only import command, torchtpu
 
-    _require_xla(flags, "--compile_only")
-    return compile_step(_with_initial_model(flags.run), flags.xla)
+    if flags.run.backend == "torchtpu":
+        check_foreign(flags.backend_configs, "torchtpu", flags.run.explicitly_set)
+        return torchtpu.compile_step(_with_initial_model(flags.run), flags.torch, flags.xla)
+    _require_xla(flags, "--compile_only", "xla or torchtpu")
+    return command.compile_step(_with_initial_model(flags.run), flags.xla)
 
 
 def plan(flags: Flags) -> int:
@@ -203,10 +206,10 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
     return take_over_described(config, find(name, "--init_from"), keeps_head=False)[0]
 
 
-def _require_xla(flags: Flags, mode: str) -> None:
+def _require_xla(flags: Flags, mode: str, backends: str = "xla") -> None:
     check_foreign(flags.backend_configs, "xla", flags.run.explicitly_set)
     if flags.run.backend in ("cuda", "torchtpu"):
-        raise errors.UsageError(f"{mode} requires --backend xla, not {flags.run.backend}")
+        raise errors.UsageError(f"{mode} requires --backend {backends}, not {flags.run.backend}")
 
 
 # -- on a backend ----------------------------------------------------------------------------------

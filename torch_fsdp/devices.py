@@ -60,10 +60,11 @@ class Device:
         """The product's name."""
         return self.noun
 
-    def start(self, *, tf32: bool) -> None:
+    def start(self, *, tf32: bool, products: str) -> None:
         """Start the device number LOCAL_RANK of this host.
 
-        ``tf32``: fp32 matrix products and convolutions may be computed in TF32.
+        ``tf32``: fp32 matrix products and convolutions may be computed in TF32. ``products``: what
+        the blocks' products compute in, as in ``TorchPlan``.
         """
 
     def count(self) -> int | None:
@@ -178,7 +179,7 @@ class Cuda(Device):
     def __init__(self) -> None:
         self.where = torch.device("cuda")
 
-    def start(self, *, tf32: bool) -> None:
+    def start(self, *, tf32: bool, products: str) -> None:
         self.where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(self.where)
         self._copies = torch.cuda.Stream()
@@ -272,9 +273,10 @@ class Tpu(Device):
     compiler = "tpu"
     compiles_all = True
     written_for = torch_tpu_private.WRITTEN_FOR
+    register = staticmethod(torch_tpu_private.register)
 
-    def start(self, *, tf32: bool) -> None:
-        torch_tpu_private.register()
+    def start(self, *, tf32: bool, products: str) -> None:
+        self.register()
         self.where = torch.device("tpu")
         # A process that is forked while the runtime's threads hold a lock waits for it for ever:
         # loader processes come from one that has no runtime, and does not load it either.
@@ -282,7 +284,9 @@ class Tpu(Device):
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         # Nearly all of torch.tpu is "experimental", and says so at each call.
         warnings.filterwarnings("ignore", message="<TorchTpu/ApiStage/")
-        torch.set_float32_matmul_precision("highest")  # a TPU's default is bf16
+        # A TPU's default is bf16, also with torch_xla. With more, torch_tpu 0.2.0's attention in
+        # bf16 does not compile for heads of 160 (libtpu 0.0.52: "Bad lhs type").
+        torch.set_float32_matmul_precision("highest" if products == "fp32" else "medium")
 
     @functools.cached_property
     def name(self) -> str:

@@ -52,7 +52,7 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
         # thread's lock for ever (CPython's gh-112275), so loader processes come from a server.
         multiprocessing.set_start_method("forkserver", force=True)
     device = devices.choose(run.config.backend)
-    device.start(tf32=run.backend_config.tf32)
+    device.start(tf32=run.backend_config.tf32, products=run.plan.products)
     if is_first_of_torchrun():
         own = run.plan.implementation.written_for
         errors.warn_of_others(timm_private.WRITTEN_FOR, own, device.written_for)

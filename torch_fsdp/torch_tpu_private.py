@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 WRITTEN_FOR = {"torch_tpu": "0.2.0"}
 
@@ -36,6 +37,20 @@ def register() -> None:
     from torch_tpu import _loader
 
     _loader.load()
+
+
+def register_without_tpu() -> None:
+    """Register the device "tpu" on a host that has none: TPU_LIBRARY_PATH is a PJRT plugin."""
+    from torch_tpu import _loader
+
+    _loader._init_device("tpu")
+
+
+def compile_text(module: str) -> None:
+    """Compile a StableHLO module that is written so for this process's device."""
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    tpu_torch_compile.compile_mlir(tpu_torch_compile.parse_mlir_text(module))
 
 
 def device_attributes() -> dict[str, Any]:
@@ -104,3 +119,52 @@ def compile_graph(
 def barrier(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the tensors through XLA's optimization barrier."""
     return torch.ops.tpu._optimization_barrier(list(tensors))
+
+
+class AbsentRanks(dist.Store):
+    """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
+
+    Each rank of a group enters its device there: "world_topo:RANK" and its attributes, strings
+    that follow their lengths. It reads those of all others.
+    """
+
+    def __init__(self, ranks: int, coordinates: Callable[[int], Sequence[int]]) -> None:
+        """``coordinates``: of a rank's device x, y, z and its core on the chip; its id is the
+        rank."""
+        super().__init__()
+        self._ranks, self._coordinates = ranks, coordinates
+        self._values: dict[str, Any] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> Any:
+        if key in self._values:
+            return self._values[key]
+        node, _, rank = key.rpartition(":")
+        own = self._values[f"{node}:0"].decode().partition(":")[2]
+        length, _, rest = own.partition(":")
+        entered, device = rest[: int(length)], rest[int(length) :].split(",")
+        entered = f"{entered.rpartition(':')[0]}:{rank}"
+        # Id, process, x, y, z, core; then its slice and kind, the same for all.
+        device[:6] = map(str, (rank, rank, *self._coordinates(int(rank))))
+        told = f"{len(entered)}:{entered}{','.join(device)}"
+        return f"{len(told)}:{told}".encode()
+
+    def add(self, key: str, amount: int) -> int:
+        if amount == 0:  # how many have come
+            return self._ranks
+        self._values[key] = self._values.get(key, 0) + amount
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], *timeout: Any) -> None:
+        """Return at once: what has to come is there."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return True
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Ignore the timeout."""
+
+    def clone(self) -> dist.Store:
+        return self

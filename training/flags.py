@@ -284,12 +284,18 @@ def check_foreign(others: Iterable[Any], backend: str, given: Collection[str]) -
             continue
         for option in by_field(type(config)).values():
             name = option.field.name
+            if backend in option.flag.backends:
+                continue
             if name in given and getattr(config, name) != option.field.default:
-                owners = [
-                    condition.removeprefix("backend=")
-                    for condition in option.flag.requires
-                    if condition.startswith("backend=")
-                ] or config.backends
+                owners = (
+                    option.flag.backends
+                    or [
+                        condition.removeprefix("backend=")
+                        for condition in option.flag.requires
+                        if condition.startswith("backend=")
+                    ]
+                    or config.backends
+                )
                 raise UsageError(
                     f"{option.names[0]} requires --backend {' or '.join(owners)}, not {backend}"
                 )

@@ -7,6 +7,9 @@ from typing import ClassVar, Literal
 
 from config_fields import bounded, count, flag, path_or_url
 
+_TPU = ("xla", "torchtpu")
+"""The backends whose steps ``--compile_only`` compiles."""
+
 
 @dataclass(frozen=True)
 class XlaConfig:
@@ -90,7 +93,8 @@ class XlaConfig:
         False,
         "compile the training step for --tpu_topology, on any machine, instead of training, and "
         "print whether it fits and how fast it could be (see --json); exit code 3 if it does not "
-        "fit",
+        "fit; with --backend torchtpu: all programs of a step",
+        backends=_TPU,
     )
     tpu_topology: str | None = flag(
         None,
@@ -99,6 +103,7 @@ class XlaConfig:
         "names: v5litepod-8, v5p-128 (64 chips), ct6e-standard-8t; --plan accepts several, "
         "separated by commas (default: none)",
         metavar="KIND:AxB[xC]",
+        backends=_TPU,
         requires=("compile_only|plan",),
     )
     tpu_compiler: Literal["auto", "installed", "0.0.52"] = flag(
@@ -121,6 +126,7 @@ class XlaConfig:
         "as text (default: none)",
         kind=path_or_url,
         metavar="FOLDER",
+        backends=_TPU,
         requires=("compile_only",),
     )
 

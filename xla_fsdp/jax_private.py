@@ -60,39 +60,14 @@ def mark_main(
             main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(mark) for mark in marks])
 
 
-Types = Sequence[tuple[str, list[int]]]
-"""MLIR's name of the dtype, and the sizes, of each array."""
-
-
-def module_of_kernel(config: str, arguments: Types, results: Types) -> Any:
-    """Return a module with a call of a Mosaic kernel and nothing else."""
+def module_of(text: str) -> Any:
+    """Return the StableHLO module that is written so."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    inputs, outputs = (
-        [f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>" for kind, sizes in types]
-        for types in (arguments, results)
-    )
-    input_layouts, output_layouts = (
-        ", ".join(f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
-        for types in (arguments, results)
-    )
-    names = [f"%a{number}" for number in range(len(inputs))]
-    heads = ", ".join(f"{name}: {type_}" for name, type_ in zip(names, inputs, strict=True))
-    returned = ", ".join(f"%r#{number}" for number in range(len(outputs)))
-    text = f"""module {{ func.func public @main({heads}) -> ({", ".join(outputs)}) {{
-        %r:{len(outputs)} = "stablehlo.custom_call"({", ".join(names)}) {{
-            call_target_name = "tpu_custom_call", api_version = 1 : i32, backend_config = "",
-            operand_layouts = [{input_layouts}], result_layouts = [{output_layouts}]
-        }} : ({", ".join(inputs)}) -> ({", ".join(outputs)})
-        func.return {returned} : {", ".join(outputs)} }} }}"""
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
-        module = ir.Module.parse(text)
-        (main,) = module.body.operations
-        call = main.regions[0].blocks[0].operations[0]
-        call.attributes["backend_config"] = ir.StringAttr.get(config)
-        return module
+        return ir.Module.parse(text)
 
 
 # -- the compiler ---------------------------------------------------------------------

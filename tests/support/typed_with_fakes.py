@@ -38,6 +38,7 @@ from tests.support.documented_output import quotes, same_form
 from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tests.support.two_towers import write_run
+from tools.compile_only import torchtpu
 from tools.plan.tpu_search import candidates
 from tools.show_augmentations import read_run
 from training.flags import check_foreign
@@ -87,7 +88,11 @@ def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would compile this step for this slice."""
     asked = read_flags(machine.noted(command, "python3")[1:])
     assert asked.xla.compile_only
-    resolve_for_slice(asked.run, asked.xla, parse_topology(asked.xla.tpu_topology))
+    topology = parse_topology(asked.xla.tpu_topology)
+    if asked.run.backend == "torchtpu":
+        torchtpu.resolve_for_slice(asked.run, asked.torch, topology)
+    else:
+        resolve_for_slice(asked.run, asked.xla, topology)
 
 
 def pushes(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """``--compile_only``: trace the training step, compile it for a TPU slice, print a report."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -78,22 +80,13 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         )
     newer = tpu.takes_newer_libtpu(xla.tpu_compiler, topology)
     libtpu = tpu.NEWER_LIBTPU if newer else version("libtpu")
-    hlo_dir = Path(xla.hlo_dir) if xla.hlo_dir is not None else None
-    if hlo_dir:  # made now, before minutes of compilation
-        try:
-            hlo_dir.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise UsageError(f"--hlo_dir {xla.hlo_dir} is a file, not a folder") from None
-        except OSError as error:
-            raise UsageError(
-                f"--hlo_dir {xla.hlo_dir} cannot be created: {error.strerror}"
-            ) from None
+    hlo_dir = make_hlo_dir(xla.hlo_dir)
 
     # Trace.
     parameters, batch_size = run.model.parameter_count, run.config.data.batch_size
     start_xla(topology.devices, run.backend_config.xla_fsdp)
     start, load = time.perf_counter(), os.getloadavg()[0]
-    with _reporting(f"tracing {run.model_line}, for {topology.devices} devices"):
+    with reporting(f"tracing {run.model_line}, for {topology.devices} devices"):
         from tools.compile_only.trace import trace_step  # not before: it imports torch_xla
 
         step = trace_step(run, named=xla.explain)
@@ -116,7 +109,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
             argument: sharding if isinstance(sharding, str) else chosen[sharding]
             for argument, (_, sharding) in graph.arguments.items()
         }
-        with _reporting(f"compiling{count} for {topology.name} with libtpu {libtpu}"):
+        with reporting(f"compiling{count} for {topology.name} with libtpu {libtpu}"):
             compiled[text] = compiler.compile_graph(
                 graph, arguments, step.replicas, topology, links.by_host, variables
             )
@@ -147,7 +140,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         state_bytes=step.state_bytes,
         trace_s=trace_s,
         load_average=load,
-        cores=_cores(),
+        cores=cores(),
         versions={
             "torch_xla": version("torch_xla"),
             "libtpu": libtpu,
@@ -157,12 +150,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
 
     # Save, print.
     if hlo_dir:
-        for number, module in enumerate(graphs, 1):
-            if module.compiled and module.compiled.hlo:  # one that does not fit has no schedule
-                path = hlo_dir / f"graph_{number}.hlo"
-                with open(path, "w", encoding="utf-8", opener=no_link) as file:
-                    file.write(module.compiled.hlo)
-                _log(f"wrote {path}")
+        write_modules(hlo_dir, graphs)
     if xla.explain and all(module.compiled and module.compiled.hlo for module in graphs):
         costs = [
             cost
@@ -173,9 +161,41 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
         report["explained"] = explained_json(costs)
         if hlo_dir:
             picture = hlo_dir / "explain.png"
-            with drawing(picture, _log):
+            with drawing(picture, log):
                 draw(costs, report, picture)
-                _log(f"wrote {picture}")
+                log(f"wrote {picture}")
+    return print_report(config, report)
+
+
+# -- shared with ``torchtpu.py`` ------------------------------------------------------------------
+
+
+def make_hlo_dir(name: str | None) -> Path | None:
+    """Return the folder of ``--hlo_dir``, made before minutes of compilation. Raises UsageError."""
+    if name is None:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--hlo_dir {name} is a file, not a folder") from None
+    except OSError as error:
+        raise UsageError(f"--hlo_dir {name} cannot be created: {error.strerror}") from None
+    return folder
+
+
+def write_modules(folder: Path, graphs: list[CompiledGraph]) -> None:
+    """Write the scheduled modules into a folder, as text."""
+    for number, module in enumerate(graphs, 1):
+        if module.compiled and module.compiled.hlo:  # one that does not fit has no schedule
+            path = folder / f"graph_{number}.hlo"
+            with open(path, "w", encoding="utf-8", opener=no_link) as file:
+                file.write(module.compiled.hlo)
+            log(f"wrote {path}")
+
+
+def print_report(config: RunConfig, report: dict[str, Any]) -> int:
+    """Print the table, or with ``--json`` the figures; return the exit code."""
     if config.use.json:
         print(json.dumps(report))
     else:
@@ -185,7 +205,7 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
-def _log(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -193,15 +213,15 @@ _REPORT_EVERY_S = 60.0
 
 
 @contextlib.contextmanager
-def _reporting(what: str) -> Iterator[None]:
+def reporting(what: str) -> Iterator[None]:
     """Log what is done inside, and each minute for how long."""
-    _log(f"{what} ...{_busy(os.getloadavg()[0], _cores())}")
+    log(f"{what} ...{_busy(os.getloadavg()[0], cores())}")
     start, ended = time.perf_counter(), threading.Event()
 
     def report() -> None:
         while not ended.wait(_REPORT_EVERY_S):
             minutes = (time.perf_counter() - start) / 60
-            _log(f"{what}: {minutes:.0f} min so far{_busy(os.getloadavg()[0], _cores())}")
+            log(f"{what}: {minutes:.0f} min so far{_busy(os.getloadavg()[0], cores())}")
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
@@ -212,7 +232,7 @@ def _reporting(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
@@ -375,7 +395,8 @@ def as_table(report: dict[str, Any]) -> str:
     rows["FLOPs per chip"] = f"{report['flops_per_chip']:.3e}, {ms('compute_s')} at peak"
 
     if report["expected_step_s"] is not None:
-        rows[f"HBM traffic per {unit}"] = f"{gib('hbm_bytes')}, {ms('hbm_s')} at peak"
+        if report["hbm_bytes"] is not None:
+            rows[f"HBM traffic per {unit}"] = f"{gib('hbm_bytes')}, {ms('hbm_s')} at peak"
         rows[f"collectives per {unit}"] = f"{ms('collective_s')} at peak"
         for kind, size in sorted(report["collective_bytes"].items()):
             count, asynchronous = (
@@ -395,15 +416,24 @@ def as_table(report: dict[str, Any]) -> str:
         how = "from the compiler's cycle counts" + (f": {within}" if within else "")
         if report["expected_unknown"]:
             how += f"; {report['expected_unknown']} instructions estimated from their bytes"
-        if report["topology"].startswith("tpu7x:"):
+        if "programs" in report:
+            how += (
+                f"; without the host's time to launch {report['graphs']} programs, "
+                f"{ms('host_s')} on this machine"
+            )
+            error = "not compared with any run"
+        elif report["topology"].startswith("tpu7x:"):
             error = "2.6 points too low for the only published run on TPU7x"
         elif report["topology"].startswith("v6e:"):
             error = "5 to 7 points too low for both published runs on v6e"
         else:
             error = "within 3.4 points for half of 16 published runs"
+        if report["roofline_step_s"] is not None:
+            rows |= {
+                "shortest step": f"{ms('roofline_step_s')} (roofline)",
+                "highest MFU": f"{100 * report['roofline_mfu']:.1f} %",
+            }
         rows |= {
-            "shortest step": f"{ms('roofline_step_s')} (roofline)",
-            "highest MFU": f"{100 * report['roofline_mfu']:.1f} %",
             "expected step": f"{ms('expected_step_s')} ({how})",
             "expected MFU": f"{100 * report['expected_mfu']:.1f} % ({error}: docs/compile_only.md)",
             "expected images/s": f"{report['expected_images_per_s']:.4g}",

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -177,7 +177,7 @@ class Compiled:
     seconds: float
 
 
-def _libtpu_process(variables: Mapping[str, str], stderr: str) -> ProcessPoolExecutor:
+def libtpu_process(variables: Mapping[str, str], stderr: str) -> ProcessPoolExecutor:
     """Return one process whose environment has ``variables``; its stderr goes to the file named.
 
     There libtpu complains that there is no TPU. The process ends with this one, however that ends:
@@ -209,7 +209,7 @@ def compile_graph(
     """
     with (
         tempfile.NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as stderr,
-        _libtpu_process(variables, stderr.name) as process,
+        libtpu_process(variables, stderr.name) as process,
     ):
         try:
             job = process.submit(_compile, graph, arguments, replicas, topology, by_host)
@@ -323,11 +323,22 @@ _FILL = 2
 _TYPES = {"s32": "i32", "u32": "ui32", "pred": "i1"}
 
 
-def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str]) -> str:
+CompileKernel = Callable[[str, dict[str, Any], Topology], None]
+"""Compiles, in libtpu's process, the kernel of a call with this configuration alone."""
+
+
+def write_kernel_cycles(
+    hlo: str,
+    topology: Topology,
+    variables: dict[str, str],
+    compile_kernel: CompileKernel | None = None,
+) -> str:
     """Return the module with the cycles of its kernels written into their calls.
 
-    Of a kernel that does not compile alone nothing is written.
+    Of a kernel that does not compile alone nothing is written. ``compile_kernel``: by default
+    through jaxlib.
     """
+    compile_kernel = compile_kernel or _compile_kernel
     calls: list[tuple[str, dict[str, Any]]] = []
     for call in _CALL.findall(hlo):
         config = json.JSONDecoder().raw_decode(call.partition("backend_config=")[2])[0]
@@ -339,7 +350,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
         with (
-            _libtpu_process(variables, os.devnull) as process,
+            libtpu_process(variables, os.devnull) as process,
             contextlib.suppress(BrokenProcessPool),
         ):
             for call, config in calls:
@@ -349,7 +360,7 @@ def write_kernel_cycles(hlo: str, topology: Topology, variables: dict[str, str])
                 bodies = counted.stand_ins() if counted.stand_ins else [config["body"]]
                 for body in {*bodies} - {*cycles}:
                     process.submit(
-                        _compile_kernel, call, {**config, "body": body}, topology
+                        compile_kernel, call, {**config, "body": body}, topology
                     ).result()
                     cycles[body] = _cycles_dumped(folder) / counted.branches
                 cycles[config["body"]] = sum(map(cycles.__getitem__, bodies)) / len(bodies)
@@ -379,15 +390,40 @@ def _cycles_dumped(folder: str) -> int:
 def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> None:
     """Compile a module of nothing but the call of a kernel, in this process, libtpu's own."""
     os.environ.update(JAX_WITHOUT_TPU)
+    text, results = module_of_kernel(call, config)
+    device = devices_of(topology)[0]
+    with contextlib.suppress(Exception):  # jaxlib's own type, of no public name: no cycles then
+        module = jax_private.module_of(text)
+        jax_private.compile_for([device], np.array([[device.id]]), module, [True] * results)
+
+
+def module_of_kernel(call: str, config: dict[str, Any]) -> tuple[str, int]:
+    """Return a StableHLO module with a call of a Mosaic kernel and nothing else, as text, and the
+    number of its results. ``call``: as a compiled module has it; ``config``: of the kernel."""
     result, _, rest = call.partition(" custom-call(")
     operands = _OPERANDS.search(rest)
     assert operands, call[:300]
-    types = [
+    arguments, results = (
         [(_TYPES.get(dtype, dtype), sizes) for dtype, sizes in types_of(text)]
         for text in (operands[1], result.partition(" = ")[2])
-    ]
-    written = json.dumps({"custom_call_config": config})
-    module = jax_private.module_of_kernel(written, *types)
-    device = devices_of(topology)[0]
-    with contextlib.suppress(Exception):  # jaxlib's own type, of no public name: no cycles then
-        jax_private.compile_for([device], np.array([[device.id]]), module, [True] * len(types[1]))
+    )
+    inputs, outputs = (
+        [f"tensor<{''.join(f'{size}x' for size in sizes)}{kind}>" for kind, sizes in types]
+        for types in (arguments, results)
+    )
+    input_layouts, output_layouts = (
+        ", ".join(f"dense<{[*range(len(s))][::-1]}> : tensor<{len(s)}xindex>" for _, s in types)
+        for types in (arguments, results)
+    )
+    names = [f"%a{number}" for number in range(len(inputs))]
+    heads = ", ".join(f"{name}: {type_}" for name, type_ in zip(names, inputs, strict=True))
+    returned = ", ".join(f"%r#{number}" for number in range(len(outputs)))
+    written = json.dumps({"custom_call_config": config}).replace("\\", "\\\\").replace('"', '\\"')
+    text = f"""module {{ func.func public @main({heads}) -> ({", ".join(outputs)}) {{
+        %r:{len(outputs)} = "stablehlo.custom_call"({", ".join(names)}) {{
+            call_target_name = "tpu_custom_call", api_version = 1 : i32,
+            backend_config = "{written}",
+            operand_layouts = [{input_layouts}], result_layouts = [{output_layouts}]
+        }} : ({", ".join(inputs)}) -> ({", ".join(outputs)})
+        func.return {returned} : {", ".join(outputs)} }} }}"""
+    return text, len(results)

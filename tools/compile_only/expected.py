@@ -257,9 +257,7 @@ def _moves_of(instruction: Instruction, links: Links) -> dict[str, _Move]:
         return {start.name: _Move("waiting_s", None)}
     moves = {}
     for collective, is_async, _ in hlo.collectives_of(instruction):
-        key = instruction.name
-        if not opcode.endswith("-start"):
-            key = hlo.channel_of(collective) or key
+        key = hlo.chain_of(collective) or instruction.name
         moves[key] = _Move("waiting_s", _on_links(collective, links), is_async)
     return moves
 

@@ -184,7 +184,7 @@ def measure(hlo: str, devices: int, slices: int = 1) -> Traffic:
         if instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.text:
             traffic.dcn_bytes += runs * received_from_slices(instruction, slices)
         for collective, is_async, buffers in collectives:
-            key = channel_of(collective) or collective.name
+            key = chain_of(collective) or collective.name
             if key in seen:  # one collective in pieces, among several fusions
                 continue
             seen.add(key)
@@ -242,7 +242,7 @@ def collectives_of(instruction: Instruction) -> list[tuple[Instruction, bool, li
             continue
         if "calls=%all-reduce-scatter" in instruction.text:  # its input is the shape
             inner = replace(inner, opcode="reduce-scatter", shape=instruction.shape)
-        in_pieces = "chain_id" in inner.text
+        in_pieces = chain_of(inner) is not None
         # Without the layout: where a buffer is may differ from piece to piece.
         buffers = [
             "".join(f"{dtype}[{sizes}]" for dtype, sizes, _ in _ARRAY.findall(shape))
@@ -259,10 +259,11 @@ def _within(instruction: Instruction) -> Iterator[Instruction]:
         yield from _within(inner)
 
 
-def channel_of(collective: Instruction) -> str | None:
-    """Return what all pieces of one collective, and no other one, have in common."""
-    same = re.search(r'channel_id=\d+|chain_id="\d+"', collective.text)
-    return same[0] if same else None
+def chain_of(collective: Instruction) -> str | None:
+    """Return what all pieces of one collective, and no other one, have in common; None if it is not
+    in pieces. (A channel may be that of all collectives: TorchTPU gives them one.)"""
+    chain = re.search(r'chain_id="\d+"', collective.text)
+    return chain[0] if chain else None
 
 
 def group_of(collective: Instruction, devices: int) -> list[int]:

@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
-from data.batch import Batch, BatchShard, Field, Fields
+from data.batch import Batch, Fields
 from models.spec import Units
 from tools.compile_only.compiler import REPLICATED, Graph, Result, Step, Value, tiles
+from tools.compile_only.placeholders import placeholder_batch
 from training.backend import InitializeModule
-from training.data import dataset_request
 from training.mesh import Spec
 from training.objectives.registry import open_objective
 from training.schedule import StepRates, rope_factors
@@ -222,17 +222,8 @@ def trace_step(run: XlaRun, named: bool = False) -> Step:
         backend.name_operations()
 
     data, optimizer = run.config.data, run.config.optimizer
-    shard = BatchShard(backend.batch_shard, backend.batch_shards)
-    request = dataset_request(run, labels=run.config.objective.uses_labels)
-    dtype = getattr(torch, data.image_dtype(len(request.size)))
-    fields = request.view.fields(request, dtype, is_train=True)
     objective = open_objective(run, backend)
-    if objective.takes_positions:
-        fields["position"] = Field((), torch.int64)
-    batch = {
-        name: torch.empty(shard.shape_of(data.batch_size, field), dtype=field.dtype, device="meta")
-        for name, field in fields.items()
-    }
+    batch, fields = placeholder_batch(run, backend, objective, "meta")
 
     backend.recorder.settle()
     backend.records = True

@@ -144,6 +144,17 @@ def test_the_kept_module_is_the_one_that_was_told_of(v5e, kept):
     )
 
 
+def test_collectives_may_share_a_channel(v5e, kept):
+    """As TorchTPU's do: pieces of one are found by their chain, and all others are separate."""
+    module, links = (kept / "graph_1.hlo").read_text(), Links(parse_topology("v5e:2x2"))
+    one_channel, count = re.subn(r"channel_id=\d+", "channel_id=1", module)
+    assert count > 20
+    assert "chain_id" in module
+    assert measure(one_channel, 4) == measure(module, 4)
+    assert expect(one_channel, links) == expect(module, links)
+    assert expect(module, links).waiting_s == v5e["expected_waiting_s"] > 0
+
+
 def test_names_reach_the_compiled_step(v5e, kept):
     """By --explain: through the loop over the blocks, forward and backward."""
     told = v5e["explained"]
@@ -391,13 +402,13 @@ def test_what_takes_long_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(command, "_REPORT_EVERY_S", 0.01)
     monkeypatch.setattr(command.os, "getloadavg", lambda: (10_000.0, 0, 0))
     printed = ""
-    with command._reporting("compiling graph 1 of 2"):
+    with command.reporting("compiling graph 1 of 2"):
         while printed.count("\n") < 3:
             printed += capsys.readouterr().err
     first, second, *_ = printed.splitlines()
     assert first.startswith("compiling graph 1 of 2 ... (load average 10000.0 on ")
     assert second.startswith("compiling graph 1 of 2: 0 min so far (load average 10000.0 on ")
     after = threading.active_count()
-    with command._reporting("another"):
+    with command.reporting("another"):
         assert threading.active_count() == after + 1
     assert threading.active_count() == after

@@ -142,17 +142,17 @@ IN_PIECES = "".join(
     f"""
 %piece.{number} (q.{number}: f32[8]) -> f32[8] {{
   %q.{number} = f32[8]{{0}} parameter(0)
-  %g.{number} = {GATHERED} all-gather(%q.{number}), channel_id={{channel}}, {GROUP}, """
-    f"""frontend_attributes={{chain_id="1"}}
+  %g.{number} = {GATHERED} all-gather(%q.{number}), channel_id=1, {GROUP}, """
+    f"""frontend_attributes={{chain_id="{{chain}}"}}
 }}
 """
     for number in range(3)
 )
 
 
-def in_pieces(channel: int) -> str:
-    text = IN_PIECES.replace("{channel}", str(channel))
-    return text.replace("%piece.", f"%piece.{channel}.")
+def in_pieces(chain: int) -> str:
+    text = IN_PIECES.replace("{chain}", str(chain))
+    return text.replace("%piece.", f"%piece.{chain}.")
 
 
 def test_a_collective_in_pieces_goes_on_in_the_fusions_that_carry_it():

@@ -1,12 +1,17 @@
 """--backend torchtpu: what a TPU cannot do, and a host without one, in one line."""
 
+import importlib.util
+import shutil
+
 import pytest
 
 import run_vit_training
 from tests.support.cli import DIGITS, TINY_MODEL
 from tests.support.usage_error import told_in_one_line
+from tools.compile_only import torchtpu
 from torch_fsdp import devices, torch_tpu_private
 from torch_fsdp.devices import Cuda, Tpu
+from training.errors import UsageError
 
 pytestmark = pytest.mark.fast
 
@@ -22,7 +27,20 @@ def tpu_host(monkeypatch):
     [
         ("--fsdp megatron", "--fsdp megatron requires --backend cuda, not torchtpu"),
         ("--precision fp16", "--precision fp16 requires --backend cuda: on a TPU use bf16"),
-        ("--compile_only --tpu_topology v5e:2x2", "--compile_only requires --backend xla, not"),
+        ("--compile_only", "--compile_only requires --tpu_topology, such as v5e:4x4; shapes by"),
+        (
+            "--compile_only --tpu_topology v5e:2x2,v5e:4x4",
+            "--compile_only accepts one slice, not v5e:2x2,v5e:4x4",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --explain",
+            "--explain requires --backend xla, not torchtpu",
+        ),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
+            "--tpu_compiler requires --backend xla, not torchtpu",
+        ),
+        ("--plan", "--plan requires --backend xla, not torchtpu"),
     ],
 )
 def test_refused(flags, words, tpu_host, capsys, tmp_path):
@@ -30,6 +48,54 @@ def test_refused(flags, words, tpu_host, capsys, tmp_path):
     line = told_in_one_line(capsys, "--backend", "torchtpu", *source, *flags.split())
     assert line.startswith(words)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("torch_tpu", "--compile_only with --backend torchtpu requires the package torch_tpu: "),
+        ("libtpu", "--compile_only with --backend torchtpu requires the package libtpu: python3"),
+        ("cc", "--compile_only with --backend torchtpu requires a C compiler, cc"),
+    ],
+)
+def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else 1)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else name)
+    with pytest.raises(UsageError, match=f"^{words}"):
+        torchtpu._check_installed()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tpu_topology v4:2x2x1", "--compile_only with --backend torchtpu does not support v4"),
+        ("--tpu_topology v5e:3x3 --json", "--tpu_topology v5e:3x3 does not exist"),
+        (
+            "--tpu_topology v5e:2x2 --teacher vit_10b --teacher_weights none",
+            "--teacher is incompatible with --compile_only",
+        ),
+        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
+        (
+            "--tpu_topology v5e:2x2 --mesh_dcn 2",
+            "--compile_only with --backend torchtpu compiles FSDP over all devices only, not mesh "
+            "dcn 2 x fsdp 2: drop --mesh_dcn",
+        ),
+        ("--tpu_topology v5e:2x2 --mesh_dcn 3", "--mesh_dcn 3 x --mesh_fsdp 1 x --mesh_tensor 1"),
+    ],
+)
+def test_not_compiled(flags, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torchtpu, "_check_installed", lambda: None)
+    monkeypatch.setattr(torchtpu, "warn_of_others", lambda *versions: None)
+    asked = ["--backend", "torchtpu", "--compile_only", "--hlo_dir", tmp_path / "hlo"]
+    line = told_in_one_line(capsys, *asked, *TINY_MODEL, *flags.split())
+    assert line.startswith(words)
+    assert not any(tmp_path.iterdir())
+
+
+def test_not_compiled_for_gpus(capsys):
+    asked = "--backend cuda --compile_only --tpu_topology v5e:2x2".split()
+    line = told_in_one_line(capsys, *asked, *TINY_MODEL)
+    assert line.startswith("--compile_only requires --backend xla or torchtpu, not cuda")
 
 
 def test_more_processes_than_devices(tpu_host, capsys, monkeypatch):

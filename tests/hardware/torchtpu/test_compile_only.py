@@ -1,0 +1,100 @@
+"""--compile_only --backend torchtpu: the real backend, torch_tpu and libtpu, without a TPU."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.support.cli import run_program
+
+WIDTH, BATCH, SIDE, PATCH, CLASSES, CHIPS = 256, 16, 64, 16, 128, 4
+TOKENS = (SIDE // PATCH) ** 2
+MODEL = (
+    f"--embed_dim {WIDTH} --num_heads 4 --image_size {SIDE} --patch_size {PATCH} "
+    f"--num_classes {CLASSES} --batch_size {BATCH} --precision bf16"
+).split()
+OF_A_BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+AROUND = (3 * PATCH**2 + 1 + TOKENS + 2) * WIDTH + (WIDTH + 1) * CLASSES
+
+
+def compiled(blocks: int, *flags: str) -> dict:
+    where = f"--backend torchtpu --compile_only --json --tpu_topology v6e:2x2 --num_blocks {blocks}"
+    done = run_program("run_vit_training.py", *where.split(), *MODEL, *flags, warm=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("hlo")
+
+
+@pytest.fixture(scope="module")
+def two_blocks(kept):
+    return compiled(2, "--hlo_dir", str(kept))
+
+
+def runs_by_name(report: dict) -> Counter[str]:
+    runs: Counter[str] = Counter()
+    for program in report["programs"]:
+        runs[program["name"]] += program["runs"]
+    return runs
+
+
+def test_figures(two_blocks):
+    found = two_blocks
+    parameters = 2 * OF_A_BLOCK + AROUND
+    assert found["parameters"] == parameters
+    assert (found["chips"], found["devices"]) == (CHIPS, CHIPS)
+    assert found["versions"] == {"torch_tpu": "0.2.0", "libtpu": "0.0.52"}
+    assert "mesh fsdp 4" in found["sharding"]
+    # fp32 values and AdamW's two, and its counters.
+    assert found["state_bytes"] == pytest.approx(12 * parameters / CHIPS, rel=0.01)
+    assert found["fits"]
+    assert found["state_bytes"] < found["peak_hbm_bytes"] < 20 * found["state_bytes"]
+    assert sum(each["seconds"] for each in found["programs"]) == pytest.approx(
+        found["expected_step_s"]
+    )
+    assert 0 < found["expected_waiting_s"] < found["expected_step_s"]
+
+
+def test_work(two_blocks):
+    """Forward, forward again and backward of each block but for what the compiler saves itself."""
+    block = 2 * BATCH * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
+    mlp_out = 2 * BATCH * TOKENS * 4 * WIDTH**2
+    patch = 2 * BATCH * TOKENS * 3 * PATCH**2 * WIDTH
+    head = 2 * BATCH * WIDTH * CLASSES
+    expected = 2 * (4 * block - mlp_out) + 2 * patch + 3 * head
+    assert two_blocks["flops_per_chip"] == pytest.approx(expected / CHIPS, rel=0.05)
+
+
+def test_collectives_are_programs_of_their_own(two_blocks, kept):
+    """Each block is gathered twice, in bf16, and its gradients are scattered, in fp32; the root is
+    gathered once. libtpu makes sums of them all: its default without torch_xla's options."""
+    runs = runs_by_name(two_blocks)
+    assert runs["distributed.all_gather_into_tensor"] == 2 * 2 + 1
+    assert runs["distributed.reduce_scatter_tensor"] == 2 + 1
+    received = sum(two_blocks["collective_bytes"].values())
+    blocks, root = 2 * OF_A_BLOCK, AROUND
+    gathered = 2 * (2 * blocks + root)
+    scattered = 4 * (blocks + root)
+    assert received == pytest.approx(2 * 3 / 4 * (gathered + scattered), rel=0.1)
+    assert not any(two_blocks["asynchronous_collectives"].values())
+    modules = [path.read_text() for path in kept.glob("graph_*.hlo")]
+    assert len(modules) == two_blocks["distinct_graphs"]
+
+
+def test_products_of_bf16_are_at_the_default_precision(two_blocks, kept):
+    """With more, the attention kernel of torch_tpu 0.2.0 does not compile for heads of 160."""
+    modules = [path.read_text() for path in kept.glob("graph_*.hlo")]
+    assert any(" convolution(" in module for module in modules)
+    assert not any("highest" in module for module in modules)
+
+
+@pytest.mark.long
+def test_programs_are_linear_in_depth(two_blocks):
+    three, two = runs_by_name(compiled(3)), runs_by_name(two_blocks)
+    four = runs_by_name(compiled(4))
+    assert four - three == three - two
+    assert not two - three
+    assert (three - two)["distributed.all_gather_into_tensor"] == 2
