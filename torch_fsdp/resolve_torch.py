@@ -245,7 +245,7 @@ def _check_simple(
         "--optimizer muon": config.optimizer.optimizer == "muon",
         "--precision fp16": config.sharding.precision == "fp16",
         "CUDA": isinstance(device, devices.Cuda),
-        # A program's collectives name all of their groups; torch_tpu was seen with one alone.
+        # How torch_tpu lowers collectives of several groups side by side was not tried.
         f"--mesh_dcn {mesh.dcn} on a TPU": mesh.dcn > 1 and device.compiles_all,
         # A fused kernel draws its own random numbers.
         f"--att_dropout {dropout}": bool(dropout) and device.compiles_all and _attention_is_fused(),
