@@ -25,9 +25,11 @@ def outer_strategy(text: str) -> int:
 class TorchConfig(Fsdp2Config):
     """All flags of the PyTorch backends: those of FSDP2 and of NVIDIA's libraries."""
 
-    fsdp: Literal["auto", "megatron", "fsdp2"] = flag(
+    fsdp: Literal["auto", "megatron", "fsdp2", "simple"] = flag(
         "auto",
-        "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; auto: "
+        "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; simple: "
+        "SimpleFSDP, which with --compile runs each training step as one program (experimental: "
+        "not yet run on a TPU); auto: "
         "the one that a flag requires; else megatron on GPUs if a pass keeps them busy for more "
         "than twice the host's time, by its FLOPs, without --objective dino and --teacher; else "
         "fsdp2",

@@ -18,7 +18,7 @@ from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import FsdpImplementation, TimmBlocks, TorchRun
-from torch_fsdp.resolve_torch import FSDP2
+from torch_fsdp.resolve_torch import FSDP2, SIMPLE
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field
@@ -92,7 +92,7 @@ def _resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
         raise UsageError("--fsdp megatron requires --backend cuda, not torchtpu")
     if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:
         raise UsageError("--no-meta_init requires --fsdp megatron, not fsdp2")
-    implementation = MEGATRON if backend_config.fsdp == "megatron" else FSDP2
+    implementation = {"megatron": MEGATRON, "simple": SIMPLE}.get(backend_config.fsdp, FSDP2)
     blocks = TimmBlocks()
     if backend_config.block == "te":
         blocks = TeBlocks(backend_config.fp8)

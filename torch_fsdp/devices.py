@@ -103,6 +103,17 @@ class Device:
         if not self.is_host:
             torch.accelerator.synchronize()
 
+    def compile_graph(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], written: Sequence[int]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
+        """Return a function that computes ``graph``, and writes into the inputs with the indices
+        ``written``. ``inputs``: tensors like those it will be given."""
+        return graph
+
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the tensors, in a graph in a way that its compiler does not see through."""
+        return tensors
+
     def mark(self) -> Mark:
         """Return the moment at which the device has done what was issued until now, without
         waiting for it. By the host's clock: of an asynchronous device the moment of issuing."""
@@ -303,6 +314,14 @@ class Tpu(Device):
         if precision == "fp16":
             return "--precision fp16 requires --backend cuda: on a TPU use bf16"
         return None
+
+    def compile_graph(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], written: Sequence[int]
+    ) -> Callable[..., Sequence[torch.Tensor]]:
+        return torch_tpu_private.compile_graph(graph, inputs, written)
+
+    def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return torch_tpu_private.barrier(tensors)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         torch_tpu_private.issue(tensors)

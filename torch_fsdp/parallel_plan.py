@@ -67,7 +67,7 @@ class TimmBlocks:
         """Recompute activations of the block in the backward pass: "full" or "selective"."""
         options: dict[str, Any] = {}
         if mode == "selective":
-            options["context_fn"] = _selective_contexts
+            options["context_fn"] = selective_contexts
         forward = block.forward
         if inspect.ismethod(forward):
             # Lets identical blocks share a graph; a bound method belongs to one block.
@@ -92,6 +92,8 @@ class FsdpImplementation:
     """Raise UsageError for flags that it does not support."""
     written_for: Mapping[str, str] = field(default_factory=dict)
     """The versions of packages whose private names it uses."""
+    compiles: Literal["block", "step"] = "block"
+    """What is compiled as one graph."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,9 @@ class TorchPlan:
     """timm's blocks, or their replacement."""
     grad_ckpt: str
     """Which activations of a block are recomputed: "none", "selective" or "full"."""
-    compile: Literal["none", "block", "around attention"]
-    """What torch.compile compiles as one graph. It cannot compile communication."""
+    compile: Literal["none", "block", "around attention", "step"]
+    """What is compiled as one graph. torch.compile cannot compile communication; a whole step is
+    traced by ``step_graph.py``."""
     compile_required: bool
     """Whether the run ends if torch.compile fails, instead of computing the blocks without it."""
     compiler: str
@@ -138,17 +141,17 @@ def parallelize_block(
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
-        block.forward = _compiled(block.forward, plan)
+        block.forward = compiled(block.forward, plan)
     block = plan.blocks.replace(block, str(device))
     model.set_submodule(name, block)
     if plan.grad_ckpt != "none":
         plan.blocks.recompute(block, plan.grad_ckpt)
     if plan.compile == "block":
-        block.forward = _compiled(block.forward, plan, fullgraph=True)
+        block.forward = compiled(block.forward, plan, fullgraph=True)
     return block
 
 
-def _compiled(
+def compiled(
     forward: Callable[..., Any], plan: TorchPlan, *, fullgraph: bool = False
 ) -> Callable[..., Any]:
     """Return ``forward`` compiled, with a graph for each size of its inputs."""
@@ -213,7 +216,7 @@ def _reason(error: Exception) -> str:
     return textwrap.shorten(" ... ".join(dict.fromkeys([lines[0], lines[-1]])), 300)
 
 
-def _selective_contexts() -> Any:
+def selective_contexts() -> Any:
     """Save the results of attention and of every second matrix product, as torchtitan does: they
     save the most time for their memory."""
     products = {True: 0, False: 0}  # counts, in the recomputation and in the forward pass

@@ -158,9 +158,9 @@ def _resolve(
     if mesh.domain > 1:
         sharding = _resolve_domain(sharding, backend_config, mesh, model)
         config = replace(config, sharding=sharding)
-    compiled: Literal["none", "block", "around attention"] = "none"
+    compiled: Literal["none", "block", "around attention", "step"] = "none"
     if backend_config.compile:
-        compiled = "around attention" if mesh.domain > 1 else "block"
+        compiled = "around attention" if mesh.domain > 1 else implementation.compiles
     products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
         implementation=implementation,
@@ -231,3 +231,36 @@ def _check_fsdp2(
 
 
 FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
+
+
+def _check_simple(
+    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
+) -> None:
+    dropout = config.model.attn_drop_rate
+    refused = {
+        f"--zero_dp_strategy {backend_config.zero_dp_strategy}": (
+            backend_config.zero_dp_strategy != 3
+        ),
+        f"--mesh_domain {mesh.domain}": mesh.domain > 1,
+        "--optimizer muon": config.optimizer.optimizer == "muon",
+        "--precision fp16": config.sharding.precision == "fp16",
+        "CUDA": isinstance(device, devices.Cuda),
+        # How torch_tpu lowers collectives of several groups side by side was not tried.
+        f"--mesh_dcn {mesh.dcn} on a TPU": mesh.dcn > 1 and device.compiles_all,
+        # A fused kernel draws its own random numbers.
+        f"--att_dropout {dropout}": bool(dropout) and device.compiles_all and _attention_is_fused(),
+    }
+    for what, is_on in refused.items():
+        if is_on:
+            raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+
+
+def _attention_is_fused() -> bool:
+    from timm.layers import use_fused_attn  # only here: timm takes a second
+
+    return use_fused_attn() > 0
+
+
+SIMPLE = FsdpImplementation(
+    "torch_fsdp.simple_fsdp:SimpleFsdpBackend", _check_simple, compiles="step"
+)

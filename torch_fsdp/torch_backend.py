@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
-from training.backend import InitializeModule, Profiler, State, micro_batch_seed
+from training.backend import (
+    InitializeModule,
+    Profiler,
+    State,
+    StepInputs,
+    micro_batch_seed,
+)
 from training.optimizers import (
     COUNTS,
     UPDATES,
@@ -37,6 +43,8 @@ from training.optimizers import (
 from training.processes.exchange import silence_gloo
 from training.processes.stopping import all_reduce_max
 from training.schedule import StepRates
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TorchBackend(abc.ABC):
@@ -65,6 +73,7 @@ class TorchBackend(abc.ABC):
         self._zero = run.plan.zero
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read")
         self._rounds_moments = run.config.optimizer.optimizer_dtype == "bf16"
+        self._blocks: list[str] = []
         self._parameters: dict[str, DTensor] = {}
         """The sharded parameters, by names in the plain model."""
         self._locals: dict[str, nn.Parameter] = {}
@@ -148,7 +157,8 @@ class TorchBackend(abc.ABC):
         self._follower._after_load()
 
     def build_optimizer(self, updates: Updates, *, betas: tuple[float, float], eps: float) -> None:
-        compiles = self._backend_config.compile and self._device.compiles_all
+        is_traced = self._plan.compile == "step"  # whole, in plain operations
+        compiles = self._backend_config.compile and self._device.compiles_all and not is_traced
         self._optimizer = PartsOptimizer(
             self._locals,
             lambda name: self._global_view(name, self._locals[name].detach()),
@@ -156,7 +166,7 @@ class TorchBackend(abc.ABC):
             self._run.config,
             eps=eps,
             betas=betas,
-            fused=self._device.fused_adamw,
+            fused=self._device.fused_adamw and not is_traced,
             group=next(iter(self._sharded_alike[0][1]), None),
             units=self._blocks,
             compiler=self._plan.compiler if compiles else None,
@@ -211,6 +221,11 @@ class TorchBackend(abc.ABC):
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._device.where, non_blocking=True)  # do not wait for the device
 
+    def run_step(
+        self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
+    ) -> dict[str, torch.Tensor]:
+        return compute(inputs)
+
     def begin_epoch(self) -> None:
         self.epoch_loss = torch.zeros(2).to(self._device.where)
 
@@ -233,7 +248,7 @@ class TorchBackend(abc.ABC):
         if self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1:
             # Several processes hold the same part of a parameter, or compute the loss of the same
             # images. Each has computed its own norm, but all must make the same decision.
-            dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
+            skipped = self._all_reduce(skipped, "max")
         bad = skipped
         if self._loss_scale is not None:
             # An overflow of gradients is not a bad step as long as the scale can still shrink.
@@ -266,7 +281,7 @@ class TorchBackend(abc.ABC):
             square = nn.utils.get_total_norm(gradients, foreach=True).to(self._device.where)
             squares.append(square.square())
             for group in groups:
-                dist.all_reduce(squares[-1], group=group)
+                squares[-1] = self._all_reduce(squares[-1], group=group)
         norm = sum(squares[1:], start=squares[0]).sqrt()
         if max_norm > 0:
             nn.utils.clip_grads_with_norm_(self._locals.values(), max_norm, norm, foreach=True)
@@ -280,9 +295,19 @@ class TorchBackend(abc.ABC):
         return self.sum(value) / self.batch_shards
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
-        return total / self._run.mesh.devices_a_part  # devices of a part have added the same value
+        # Devices of a part have added the same value.
+        return self._all_reduce(value.clone()) / self._run.mesh.devices_a_part
+
+    def _all_reduce(
+        self,
+        values: torch.Tensor,
+        op: Literal["sum", "max"] = "sum",
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        """Return the reduction of ``values``, which may be overwritten, over the processes of
+        ``group``, by default all."""
+        dist.all_reduce(values, _REDUCTIONS[op], group=group)
+        return values
 
     @functools.cached_property
     def _replicas(self) -> dist.ProcessGroup | None:

@@ -89,6 +89,38 @@ def counts() -> dict[str, int]:
     return {"compilations": stats.num_compilations, "executions": stats.num_cache_reqs}
 
 
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], written: Sequence[int]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph with its collectives as one program; see ``Device.compile_graph``.
+
+    torch.compile's backend "tpu" compiles by the same class, but divides a graph at collectives,
+    and donates no input.
+    """
+    from torch_tpu._internal.compile.compiler import StaticCompiler
+
+    (output,) = graph.graph.find_nodes(op="output")
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    results = list(output.args[0])
+    output.args = ([*results, *(placeholders[i] for i in written)],)
+    graph.recompile()
+    like = [values.detach() for values in inputs]
+    program = StaticCompiler()(graph, like, donated_inputs=list(written), module_name="step")
+
+    def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = program(*given)
+        for i, values in zip(written, found[len(results) :], strict=True):
+            given[i].data = values  # the memory of the old ones, which were donated
+        return found[: len(results)]
+
+    return run
+
+
+def barrier(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the tensors through XLA's optimization barrier."""
+    return torch.ops.tpu._optimization_barrier(list(tensors))
+
+
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 

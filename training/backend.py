@@ -36,6 +36,19 @@ def micro_batch_seed(seed: int, micro_batch_index: int, stream: int) -> int:
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """All that differs between two training steps."""
+
+    first_micro_batch: int
+    """The number of micro-batches before this step since the start of training."""
+    micro_batches: list[Batch]
+    """This process's part of each micro-batch, on the devices, with ``Objective.host_inputs``."""
+    rates: StepRates
+    rope_factors: torch.Tensor | None = None
+    """``StepRates.rope_factors``, (2,), on the devices."""
+
+
+@dataclass(frozen=True)
 class State:
     """A backend's tensors in a checkpoint, with the names and shapes of the plain model.
 
@@ -156,6 +169,15 @@ class Backend(Protocol):
         """Replicate a small CPU tensor on every device."""
 
     # A step.
+
+    def run_step(
+        self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
+    ) -> dict[str, torch.Tensor]:
+        """Return ``compute(inputs)``, which makes a whole training step by the methods below.
+
+        A backend may record it once for each shape of the inputs and run what it has recorded in
+        later steps: nothing but the inputs may differ between steps.
+        """
 
     def begin_epoch(self) -> None:
         """Start ``epoch_loss`` anew."""

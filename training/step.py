@@ -18,7 +18,7 @@ from data.batch import Batch, Fields
 from data.files import DataFolderError
 from data.loader import BatchLoader, prefetch
 from models.positions import set_rope_factors
-from training.backend import Backend, InitializeModule
+from training.backend import Backend, InitializeModule, StepInputs
 from training.objectives.base import Objective
 from training.optimizers import Updates, updates_of
 from training.schedule import Position, StepRates
@@ -68,12 +68,25 @@ def train_step(
 ) -> dict[str, torch.Tensor]:
     """Update the weights once; ``step`` is the number of previous updates. Returns, on the device,
     the mean "loss", "grad_norm" before clipping, the counts "skipped" and ``Objective.parts``."""
-    begin_step(model, objective, backend, rates)
-    loss = forward_backward(model, objective, backend, step, micro_batches)
-    parts = objective.parts()
-    norm, skipped = backend.optimizer_step(rates, max_norm, loss)
+    objective.begin_step(rates)
+
+    def compute(inputs: StepInputs) -> dict[str, torch.Tensor]:
+        if inputs.rope_factors is not None:
+            set_rope_factors(model, inputs.rope_factors)
+        loss = forward_backward(model, objective, backend, step, inputs.micro_batches)
+        parts = objective.parts()
+        norm, skipped = backend.optimizer_step(inputs.rates, max_norm, loss)
+        return {"loss": loss, "grad_norm": norm, "skipped": skipped, **parts}
+
+    first, complete = step * len(micro_batches), []
+    for index, batch in enumerate(micro_batches, first):
+        added = objective.host_inputs(batch, index)
+        complete.append(batch | {name: backend.constant(x) for name, x in added.items()})
+    factors = rates.rope_factors
+    on_devices = backend.constant(torch.tensor(factors)) if factors else None
+    values = backend.run_step(compute, StepInputs(first, complete, rates, on_devices))
     objective.end_step(step + 1)
-    return {"loss": loss, "grad_norm": norm, "skipped": skipped, **parts}
+    return values
 
 
 def begin_step(model: nn.Module, objective: Objective, backend: Backend, rates: StepRates) -> None:

@@ -26,7 +26,14 @@ from torch import nn
 from data.batch import BatchShard
 from data.loader import BatchLoader
 from training import optimizers
-from training.backend import Backend, InitializeModule, Profiler, State, micro_batch_seed
+from training.backend import (
+    Backend,
+    InitializeModule,
+    Profiler,
+    State,
+    StepInputs,
+    micro_batch_seed,
+)
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
 from training.processes.stopping import all_reduce_max
 from training.schedule import StepRates
@@ -224,6 +231,11 @@ class XlaBackend(Backend):
 
     def begin_epoch(self) -> None:
         self.epoch_loss = self._no_loss  # data on the device: a step's graph does not depend on it
+
+    def run_step(
+        self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
+    ) -> dict[str, torch.Tensor]:
+        return compute(inputs)  # every step is recorded anew
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:
         # torch_xla advances its random state at each execution, differently with and without

@@ -57,7 +57,8 @@ class SelfDistillation(Objective):
         self._patch = request.size[0] // rows, request.size[1] // columns
         slots = max_masked(view.grid, view.mask_ratio)
         self._normalize = normalizer(run, backend.constant)
-        self._temperature: torch.Tensor | None = None
+        self._temperature = 1.0
+        """The teacher's, in this step."""
         self._parts: list[dict[str, torch.Tensor]] = []
         """For each pass of the step, the unweighted parts of its loss, and the teacher's
         entropy."""
@@ -90,10 +91,13 @@ class SelfDistillation(Objective):
         return {"teacher": self._teacher.model} if self._teacher else {}
 
     def begin_step(self, rates: StepRates) -> None:
-        # A vector, not a scalar: equal scalars would become one input of a compiled step.
-        self._temperature = self._backend.constant(torch.tensor([rates.teacher_temp]))
+        self._temperature = rates.teacher_temp
         self._parts.clear()
         self._moments.clear()
+
+    def host_inputs(self, batch: Batch, micro_batch_index: int) -> Batch:
+        # A vector, not a scalar: equal scalars would become one input of a compiled step.
+        return {"teacher_temp": torch.tensor([self._temperature])}
 
     def end_step(self, step: int) -> None:
         if self._gram:
@@ -101,6 +105,7 @@ class SelfDistillation(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
         config, mask = self._config, batch["mask"]
+        temperature = self.host_input("teacher_temp", self._backend, batch, micro_batch_index)
         height, width = batch["global_crops"].shape[-2:]
         view = self._views[height // self._patch[0], width // self._patch[1]]
         crops = Crops(
@@ -113,10 +118,10 @@ class SelfDistillation(Objective):
         seen, teacher = crops._replace(local_crops=None, hides=False), self._teacher
         if teacher is not None:
             shown = seen._replace(global_crops=teacher.normalized(seen.global_crops))
-            classes, patches = self._targets(teacher.model, shown)
+            classes, patches = self._targets(teacher.model, shown, temperature)
         else:
             assert self._average is not None
-            classes, patches = self._targets(self._average, seen)
+            classes, patches = self._targets(self._average, seen, temperature)
         anchor = self._gram.anchor(view, seen, batch.get("gram_crops")) if self._gram else None
         student = Compared(*model(crops))  # nested FSDP returns a plain tuple
 
@@ -139,11 +144,12 @@ class SelfDistillation(Objective):
         return sum(weighted[1:], start=weighted[0])
 
     @torch.no_grad()
-    def _targets(self, teacher: nn.Module, seen: Crops) -> tuple[torch.Tensor, torch.Tensor]:
+    def _targets(
+        self, teacher: nn.Module, seen: Crops, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's probabilities for class tokens, (images, 2, prototypes), and for
         masked patches, (images, slots, prototypes); zeros in empty slots."""
-        taught, temperature, total = Compared(*teacher(seen)), self._temperature, self._backend.sum
-        assert temperature is not None
+        taught, total = Compared(*teacher(seen)), self._backend.sum
         classes = sinkhorn(taught.classes.float().flatten(0, 1), temperature, total)
         present = taken(seen.mask, taught.patches.shape[1]).flatten()
         patches = sinkhorn(taught.patches.float().flatten(0, 1), temperature, total, present)

@@ -52,23 +52,29 @@ class Reconstruction(Objective):
             f"with {encoder:,} parameters"
         )
 
-    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+    def mask_key(self, *draw: object) -> torch.Tensor:
+        """Return the key of the masks of this ``draw``, (1,) int32, on the host."""
+        # A vector, not a scalar: equal scalars would become one input of a compiled step.
+        key = key_of(self._run.config.seed, "mask", *draw)
+        return torch.tensor([key], dtype=torch.int32)
+
+    def host_inputs(self, batch: Batch, micro_batch_index: int) -> Batch:
         # The passes of a step use the masks of a single pass over all its images.
         step = micro_batch_index // self._run.config.data.grad_accum_steps
-        return self.errors(
-            *self.predict(model, batch["image"], batch["position"], "step", step)
-        ).mean()
+        return {"mask_key": self.mask_key("step", step)}
+
+    def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
+        mask_key = self.host_input("mask_key", self._backend, batch, micro_batch_index)
+        return self.errors(*self.predict(model, batch["image"], batch["position"], mask_key)).mean()
 
     def predict(
-        self, model: nn.Module, images: torch.Tensor, numbers: torch.Tensor, *draw: object
+        self, model: nn.Module, images: torch.Tensor, numbers: torch.Tensor, mask_key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the predicted and the true patches, (images, patches, values of a patch), fp32,
         and the mask of those hidden from the encoder, (images, patches), boolean, which depends on
-        ``numbers`` and ``draw``. With ``--norm_pix_loss``, predictions are normalized per patch."""
-        key = key_of(self._run.config.seed, "mask", *draw)
-        # A vector, not a scalar: equal scalars would become one input of a compiled step.
-        keys = self._backend.constant(torch.tensor([key], dtype=torch.int32))
-        ranks = ranks_of(numbers, keys, self._spec.sizes.num_patches)
+        ``numbers`` and ``mask_key``. With ``--norm_pix_loss``, predictions are normalized per
+        patch."""
+        ranks = ranks_of(numbers, mask_key, self._spec.sizes.num_patches)
         images = self._normalize(images)
         patches = patches_of(images, self._spec.patch_size)
         return model(images, ranks).float(), patches, ranks >= self._spec.shown
@@ -120,6 +126,7 @@ class ReconstructionError(Measure):
         sizes = run.model.sizes
         pixels = math.prod(sizes.input_shape)
         shown = spread(min(_PICTURES, max(1, _MOST_PIXELS // pixels)), images)
+        self._key = backend.constant(objective.mask_key("validation"))
         self._shown = backend.constant(torch.tensor(shown))
         """The indices of the images to draw."""
         self._drawn = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
@@ -127,7 +134,7 @@ class ReconstructionError(Measure):
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         images, numbers = batch["image"], batch["index"]
-        predicted, patches, hidden = self._objective.predict(model, images, numbers, "validation")
+        predicted, patches, hidden = self._objective.predict(model, images, numbers, self._key)
         errors = self._objective.errors(predicted, patches, hidden)
         present = numbers != PADDING
         sums = torch.stack([(errors * present).sum(), present.sum().float()])

@@ -47,6 +47,25 @@ class Objective(abc.ABC):
     def begin_step(self, rates: StepRates) -> None:  # noqa: B027
         """Take the rates of the step; called before its micro-batches."""
 
+    def host_inputs(self, batch: Batch, micro_batch_index: int) -> Batch:
+        """Return what the loss of this micro-batch needs of the host and changes from step to step,
+        such as random draws and scheduled values: small CPU tensors, the same on all replicas.
+
+        A step puts them on the devices as fields of the batch, where ``loss`` finds them by
+        ``host_input``. Nothing else made on the host may differ between steps: a backend may
+        compute ``loss`` by a graph that it has recorded once.
+        """
+        return {}
+
+    def host_input(
+        self, name: str, backend: Backend, batch: Batch, micro_batch_index: int
+    ) -> torch.Tensor:
+        """Return one of ``host_inputs`` on the devices. It is made now if the batch does not have
+        it: for those who call ``loss`` outside of a step."""
+        if name in batch:
+            return batch[name]
+        return backend.constant(self.host_inputs(batch, micro_batch_index)[name])
+
     def before_micro_batches(  # noqa: B027
         self, model: nn.Module, micro_batches: Sequence[Batch], first_index: int
     ) -> None:

@@ -41,7 +41,7 @@ class Classification(Objective):
         self._distillation = run.config.of(DistillationConfig)
         self._backend = backend
         self._input = input_of(run, backend.constant)
-        self._mixing = Mixing(run, backend.constant, backend.image_rows) if mixup.mixes else None
+        self._mixing = Mixing(run, lambda mix: mix, backend.image_rows) if mixup.mixes else None
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         self._class_weights: torch.Tensor | None = None
         self._logit_adjustment: torch.Tensor | None = None
@@ -91,6 +91,11 @@ class Classification(Objective):
     def frozen_models(self) -> dict[str, nn.Module]:
         return {"teacher": self._teacher.model} if self._teacher else {}
 
+    def host_inputs(self, batch: Batch, micro_batch_index: int) -> Batch:
+        if self._mixing is None:
+            return {}
+        return {"mix": self._mixing.draw(micro_batch_index, batch["image"].shape)}
+
     def loss(self, model: nn.Module, batch: Batch, micro_batch_index: int) -> torch.Tensor:
         images, targets, teacher_logits = self.example(batch, micro_batch_index)
         return self.loss_of(model(images), targets, teacher_logits)
@@ -104,7 +109,7 @@ class Classification(Objective):
         if self._soft_labels:
             labels = smoothed(labels, self._classes, self._smoothing)
         if self._mixing is not None:
-            mix = self._mixing.draw(micro_batch_index, images.shape)
+            mix = self.host_input("mix", self._backend, batch, micro_batch_index)
             images, labels = self._mixing.images(images, mix), self._mixing.labels(labels, mix)
         teacher_logits = None
         if self._teacher is not None:

@@ -1,0 +1,90 @@
+"""SimpleFSDP by TorchTPU: a training step is one program, and trains as FSDP2 with gloo.
+
+With one process: XLA's plugin for the processor has no collectives between processes.
+tests/integration/torch_fsdp/test_simple_fsdp.py runs the same graphs in several, with gloo.
+"""
+
+import shutil
+
+import pytest
+
+from tests.support.cli import (
+    TORCHTPU,
+    Result,
+    run_program,
+    tiny,
+    train_tiny_gpu,
+    train_tiny_tpu,
+)
+from tests.support.curves import assert_same_curves, assert_same_training
+from tests.support.dino import DINO
+from tests.support.mae import MAE
+from tests.support.marks import long
+from tests.support.pairs import PAIR_FLAGS
+from tests.support.resuming import DROPOUT
+
+SIMPLE = ["--fsdp", "simple"]
+
+
+def test_a_step_is_one_program(tiny_on_gpu, tmp_path):
+    """The program counts those outside of graphs; the plugin, which counts all, has one more for
+    each step that follows the first."""
+    counts = []
+    for steps in (3, 6):
+        file = tmp_path / f"executions of {steps}"
+        flags = [*tiny(tmp_path / str(steps)), *SIMPLE, "--max_steps", str(steps)]
+        done = run_program(
+            "-m", TORCHTPU, *flags, warm=False, variables={"PJRT_EXECUTIONS": str(file)}
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(file.stat().st_size)
+    run = Result(tmp_path / "6")
+    assert_same_training(run, tiny_on_gpu)
+    assert "SimpleFSDP ZeRO-3, one unit per block, one graph per step" in run.run_file["backend"]
+    for name in ("compilations", "executions"):
+        assert len(set(run.column(name))) == 1
+    assert counts[1] - counts[0] == 3
+
+
+AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --cutmix 1".split()
+CASES = [
+    (["--no_grad_ckpt", "--grad_accum_steps", "2", "--optimizer", "lion", "--lr", "1e-3"], 1e-5),
+    long([*AVERAGED, "--grad_ckpt", "selective"], 1e-5),
+    long(["--precision", "bf16", "--optimizer_dtype", "bf16"], 1e-2),
+    long(MAE, 1e-5),
+    long(DINO, 2e-5),
+    long([*PAIR_FLAGS, "--grad_accum_steps", "2"], 2e-5),
+]
+
+
+@pytest.mark.parametrize(("flags", "rel"), CASES)
+def test_same_as_fsdp2(flags, rel, tmp_path):
+    fsdp2 = train_tiny_gpu(tmp_path / "gloo", *flags)
+    simple = train_tiny_tpu(tmp_path / "tpu", *SIMPLE, *flags)
+    assert_same_curves(simple, fsdp2, rel)
+    for mine, other in zip(simple.evaluations, fsdp2.evaluations, strict=True):
+        for name in {"val_loss", "ema_val_loss"} & other.keys():
+            assert mine[name] == pytest.approx(other[name], rel=rel)
+
+
+@pytest.mark.long
+def test_resume_is_exact_and_dropout_the_same_on_the_cpu(tmp_path):
+    flags = [*SIMPLE, *DROPOUT, "--grad_accum_steps", "2"]
+    whole = train_tiny_tpu(tmp_path / "whole", *flags, "--ckpt_step_interval", "3")
+    run = tmp_path / "run"
+    shutil.copytree(whole.ckpt_dir / "step_3", run / "step_3")
+    resumed = train_tiny_tpu(run, *flags)
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed.column(name) == whole.column(name)[3:]
+    on_the_cpu = train_tiny_gpu(tmp_path / "gloo", *flags, "--compile")
+    assert_same_curves(whole, on_the_cpu, rel=1e-5)
+
+
+@pytest.mark.long
+def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
+    reference = train_tiny_gpu(tmp_path / "reference", "--max_steps", "6")
+    run = tmp_path / "run"
+    train_tiny_tpu(run, "--max_steps", "2")
+    train_tiny_tpu(run, *SIMPLE, "--max_steps", "4")
+    moved = train_tiny_gpu(run, "--max_steps", "6", processes=2)
+    assert_same_curves(moved, reference, rel=1e-5)

@@ -1,0 +1,405 @@
+"""SimpleFSDP: sharding by functional collectives, so that a whole training step is one graph.
+
+The model holds shards. The forward pass of a block gathers its parameters
+(``_c10d_functional.all_gather_into_tensor``), and autograd reduce-scatters their gradients, as in
+torchtitan's SimpleFSDP (arXiv 2411.00284). There are no hooks, streams or prefetching: with
+--compile, ``step_graph.py`` traces forward, backward, clipping and update into one graph, in which
+the device's compiler schedules collectives beside products.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from models.initialize import cast_buffers
+from models.spec import Units
+from torch_fsdp.devices import Device
+from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, compiled, selective_contexts
+from torch_fsdp.step_graph import StatelessRandom, StepGraphs
+from torch_fsdp.torch_backend import TorchBackend
+from training.backend import InitializeModule, StepInputs, micro_batch_seed
+from training.checkpoints.state import Chunk, ShardedTensor
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter is sharded: in chunks of equal size along one dimension, the last ones padded
+    with zeros, so that all processes run the same program."""
+
+    shape: torch.Size
+    """The shape of the whole parameter."""
+    dim: int
+    shards: int
+    group: str
+    """The name of the group of processes that have a shard each."""
+    dtype: torch.dtype
+    """The dtype in which the parameter is gathered."""
+    reduce_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> "Layout":
+        group = mesh.get_group(SHARD)
+        shards, dim = group.size(), 0
+        # As FSDP2 does it here: (1, tokens, width) along a dimension that shards divide.
+        if len(shape) > 2 and shape[0] == 1:
+            dim = next((d for d in range(1, len(shape)) if shape[d] % shards == 0), 0)
+        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
+
+    @property
+    def chunk(self) -> int:
+        """The size of a shard along ``dim``, padding included."""
+        return -(-self.shape[self.dim] // self.shards)
+
+    def range(self, index: int) -> tuple[int, int]:
+        """Return where shard number ``index`` starts along ``dim``, and its size without
+        padding."""
+        start = min(index * self.chunk, self.shape[self.dim])
+        return start, min(self.chunk, self.shape[self.dim] - start)
+
+    def shard(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Return shard number ``index``, a copy."""
+        sizes = list(self.shape)
+        sizes[self.dim] = self.chunk
+        start, size = self.range(index)
+        shard = whole.new_zeros(sizes)
+        shard.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, start, size))
+        return shard
+
+
+class Gather(torch.autograd.Function):
+    """Gathers a parameter; reduces its gradient to the mean over the shards' processes."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout, ctx.dtype = layout, shard.dtype
+        gathered = _c10d.all_gather_into_tensor(shard.to(layout.dtype), layout.shards, layout.group)
+        whole = _c10d.wait_tensor(gathered)
+        if layout.dim:
+            whole = torch.cat(whole.chunk(layout.shards), dim=layout.dim)
+        return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layout = ctx.layout
+        grad = grad.to(layout.reduce_dtype)
+        padding = layout.chunk * layout.shards - grad.shape[layout.dim]
+        if padding:
+            sizes = list(grad.shape)
+            sizes[layout.dim] = padding
+            grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
+        if layout.dim:
+            grad = torch.cat(grad.chunk(layout.shards, dim=layout.dim))
+        summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
+        return (_c10d.wait_tensor(summed) / layout.shards).to(ctx.dtype), None
+
+
+@dataclass
+class Unit:
+    """A module whose parameters, except for those of units below it, are gathered together for its
+    forward pass."""
+
+    slots: list[tuple[nn.Module, str, Layout]]
+    """The modules' entries that hold shards outside of a forward pass."""
+    number: int
+    forward: Callable[..., Any]
+    """Of the plain module."""
+    untraced: Callable[..., Any]
+    """The same where no whole step is traced, such as in evaluations."""
+    dtype: torch.dtype
+    output_dtype: torch.dtype | None
+    """What floating-point outputs are cast to."""
+    barrier: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self._shards(), self._random(), args, kwargs)
+
+    def _random(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what begins the random numbers of a pass that starts; None outside of a trace."""
+        if (random := StatelessRandom.of_trace) is None:
+            return None
+        return functools.partial(random.at, random.next_pass(self.number))
+
+    def compute(
+        self,
+        shards: Sequence[Any],
+        random: Callable[[], AbstractContextManager[None]] | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        args, kwargs = _cast((args, kwargs), self.dtype)
+        whole = [
+            Gather.apply(shard, layout)
+            for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
+        ]
+        with self._in_place(whole), random() if random else nullcontext():
+            output = (self.forward if random else self.untraced)(*args, **kwargs)
+        return output if self.output_dtype is None else _cast(output, self.output_dtype)
+
+    def _shards(self) -> list[Any]:
+        return [module._parameters[key] for module, key, _ in self.slots]
+
+    @contextlib.contextmanager
+    def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the modules compute with the ``whole`` parameters inside."""
+        shards = self._shards()
+        for (module, key, _), values in zip(self.slots, whole, strict=True):
+            module._parameters[key] = values  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (module, key, _), shard in zip(self.slots, shards, strict=True):
+                module._parameters[key] = shard
+
+    def recompute(self, mode: str) -> Callable[..., Any]:
+        """Return a function that recomputes activations, and gathers parameters again, in the
+        backward pass. ``mode``: "full" or "selective"."""
+
+        how: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            random = self._random()
+            hidden: list[torch.Tensor] = []
+            """In a recomputation: the arguments that are tensors, then the shards."""
+
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                if not hidden:
+                    return self.compute(self._shards(), random, args, kwargs)
+                given = iter(hidden)
+                args = tuple(next(given) if isinstance(x, torch.Tensor) else x for x in args)
+                return self.compute(list(given), random, args, kwargs)
+
+            output = checkpoint(
+                compute,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=random is None,
+                **how,
+                **kwargs,
+            )
+            if random and output.requires_grad:
+                inputs = [x for x in args if isinstance(x, torch.Tensor)]
+                output.register_hook(functools.partial(self._hide, inputs, hidden))
+            return output
+
+        return forward
+
+    def _hide(
+        self, inputs: list[torch.Tensor], hidden: list[torch.Tensor], grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill ``hidden`` when the backward pass reaches the block.
+
+        XLA would find that a recomputation computes what the forward pass did, and keep that
+        instead. It can gather the weights before ``grad`` is there, but not compute with them.
+        """
+        grad, *late = self.barrier([grad, *inputs])
+        shards = self._shards()
+        hidden += [
+            values.detach().requires_grad_(given.requires_grad)
+            for values, given in zip(
+                [*late, *self.barrier(shards)], [*inputs, *shards], strict=True
+            )
+        ]
+        return grad
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _cast(tensors: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tensors
+    )
+
+
+class SimpleFsdpBackend(TorchBackend):
+    def __init__(self, run: TorchRun, device: Device) -> None:
+        super().__init__(run, device)
+        ranks = device.arrange((run.mesh.dcn, run.mesh.fsdp))
+        self._mesh = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
+        self.shards = (self._mesh.get_local_rank(SHARD),)
+        self._layouts: dict[str, Layout] = {}
+        """By names in the plain model."""
+        self._graphs: StepGraphs | None = None
+        self._form = "SimpleFSDP ZeRO-3, one unit per block"
+        if self._plan.compile == "step":
+            self._graphs = StepGraphs(device)
+            self._form += ", one graph per step"
+
+    # -- model ------------------------------------------------------------------------
+
+    def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
+        return self.parallelize(model, units, initialize)
+
+    def parallelize(
+        self, model: nn.Module, units: Units, initialize: InitializeModule
+    ) -> nn.Module:
+        """Initialize the model unit by unit on the CPU, and copy this process's shards to the
+        device."""
+        plan = self._plan
+        layouts: dict[nn.Parameter, Layout] = {}
+
+        # Each block: weights, shards, recomputation.
+        for number, (name, block) in enumerate(units[:-1], 1):
+            initialize(block, name)
+            cast_buffers(block, plan.dtype)
+            unit = self._unit(block, number, layouts)
+            if self._graphs and self._device.compiles_all:
+                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
+            block.forward = unit if plan.grad_ckpt == "none" else unit.recompute(plan.grad_ckpt)
+
+        # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
+        initialize(model, "")
+        model.forward = self._unit(model, 0, layouts, output_dtype=torch.float32)
+
+        self._locals = dict(model.named_parameters())
+        self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
+        self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
+        return model
+
+    def _unit(
+        self,
+        module: nn.Module,
+        number: int,
+        layouts: dict[nn.Parameter, Layout],
+        output_dtype: torch.dtype | None = None,
+    ) -> Unit:
+        """Shard what is not sharded yet in ``module``, and add its ``layouts``."""
+        plan, where = self._plan, self._device.where
+        shards: dict[nn.Parameter, nn.Parameter] = {}
+        slots = []
+        for part in module.modules():
+            for key, buffer in part.named_buffers(recurse=False):
+                part._buffers[key] = buffer.to(where)
+            for key, whole in part.named_parameters(recurse=False):
+                if whole in layouts:  # by a unit below
+                    continue
+                if whole not in shards:
+                    layout = Layout.of(whole.shape, self._mesh, plan.dtype, plan.reduce_dtype)
+                    shard = layout.shard(whole.detach(), self.shards[0]).to(where)
+                    shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+                    layouts[shards[whole]] = layout
+                part._parameters[key] = shards[whole]
+                slots.append((part, key, layouts[shards[whole]]))
+        return Unit(
+            slots,
+            number,
+            module.forward,
+            module.forward,
+            plan.dtype,
+            output_dtype,
+            barrier=self._device.barrier,
+        )
+
+    # -- a step -----------------------------------------------------------------------
+
+    def run_step(
+        self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
+    ) -> dict[str, torch.Tensor]:
+        if self._graphs is None:
+            return compute(inputs)
+        first, count = inputs.first_micro_batch, len(inputs.micro_batches)
+        rates = {name: x for name, x in vars(inputs.rates).items() if isinstance(x, (int, float))}
+        seeds = [
+            micro_batch_seed(self._run.config.seed, index, self.batch_shard) % 2**31
+            for index in range(first, first + count)
+        ]
+        tensors = {
+            "rates": self.constant(torch.tensor([*rates.values()])),
+            "seeds": self.constant(torch.tensor(seeds, dtype=torch.int32)),
+            "micro_batches": inputs.micro_batches,
+            "rope_factors": inputs.rope_factors,
+            "counts": (self._skipped, self.epoch_loss),
+        }
+
+        def step(tensors: Any) -> Any:
+            self._seeds = dict(enumerate(tensors["seeds"].unbind(), first))
+            self._skipped, self.epoch_loss = tensors["counts"]
+            scalars = dict(zip(rates, tensors["rates"].unbind(), strict=True))
+            values = compute(
+                StepInputs(
+                    first,
+                    tensors["micro_batches"],
+                    replace(inputs.rates, rope_factors=None, **scalars),
+                    tensors["rope_factors"],
+                )
+            )
+            return values, (self._skipped, self.epoch_loss)
+
+        values, counts = self._graphs.run(step, tensors, key=tuple(rates))
+        self._skipped, self.epoch_loss = counts
+        return values
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        if StatelessRandom.of_trace:
+            raise RuntimeError(
+                "a compiled step cannot take values from the host where they are used: return them "
+                "from Objective.host_inputs"
+            )
+        return super().constant(values)
+
+    def begin_micro_batch(self, micro_batch_index: int) -> None:
+        if random := StatelessRandom.of_trace:
+            random.begin(self._seeds[micro_batch_index])
+        else:
+            super().begin_micro_batch(micro_batch_index)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        trained = [shard for shard in self._locals.values() if shard.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        for shard, gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                shard.grad = gradient if shard.grad is None else shard.grad + gradient
+
+    def _collect_gradients(self) -> None:
+        if (replicas := self._run.mesh.dcn) == 1:
+            return
+        group = self._mesh.get_group(OUTER)
+        for shard in self._locals.values():
+            if shard.grad is not None:
+                shard.grad = self._all_reduce(shard.grad, group=group) / replicas
+
+    # -- collectives ------------------------------------------------------------------
+
+    def _all_reduce(
+        self,
+        values: torch.Tensor,
+        op: Literal["sum", "max"] = "sum",
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        name = (group or _world()).group_name
+        return _c10d.wait_tensor(_c10d.all_reduce(values, op, name))
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        world, values = _world(), values.detach().contiguous()
+        return _c10d.wait_tensor(
+            _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
+        )
+
+    # -- checkpoints ------------------------------------------------------------------
+
+    def _after_load(self) -> None:
+        """Do nothing: no unsharded weights outlive a forward pass."""
+
+    def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        layout = self._layouts[name]
+        start, size = layout.range(self.shards[0])
+        offsets = [0] * len(layout.shape)
+        offsets[layout.dim] = start
+        chunks = [Chunk(tuple(offsets), values.narrow(layout.dim, 0, size))] if size else []
+        return ShardedTensor(layout.shape, values.dtype, chunks)
