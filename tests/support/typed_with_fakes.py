@@ -334,6 +334,9 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     """Workers of this machine, two a slice, behind gcloud.py; their Python notes its
     words."""
     pod, workers = tmp_path / "pod", 4 if "$NAME-1" in command.text else 2
+    ends_all = "--restart-tpuvm-pod-server" in command.text
+    if ends_all:
+        workers = 1  # on one machine, the last to start would end the others
     # Of a large slice on Compute Engine one of two hosts.
     smaller = {"tpu7x:4x4x4": "tpu7x:2x2x2", "v6e:8x8": "v5p:2x2x2"}
     for large, small in smaller.items():
@@ -344,7 +347,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
         for venv in (".venv", ".venv-torchtpu"):
             (project / venv / "bin").mkdir(parents=True)
             script(project / venv / "bin" / "python", 'echo "$*" >> "$HOME/asked"')
-    (pod / "workers").write_text("2")
+    (pod / "workers").write_text(str(min(workers, 2)))
     (pod / "states_to_come").write_text("ACTIVE")
     # The stand-in's slices are called pod, or pod-0 and so on.
     machine.stand_in(
@@ -356,7 +359,7 @@ def on_a_pod(machine: Machine, command: Command, tmp_path: Path) -> None:
     )
     machine.variables["STAND_IN"] = str(pod)
     machine.variables["NPROC_PER_NODE"] = "2"  # the workers have no devices to count
-    with workers_here(alone="--restart-tpuvm-pod-server" in command.text):
+    with workers_here(alone=ends_all):
         done = machine.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(workers):
