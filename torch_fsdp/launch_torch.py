@@ -1,7 +1,6 @@
 """Connects the processes that torchrun started, and runs a function with a backend in each."""
 
 import gc
-import multiprocessing
 import os
 import pkgutil
 import socket
@@ -47,10 +46,6 @@ def launch(body: Callable[[TorchRun, Backend], None], run: TorchRun) -> None:
         )
     if run.plan.compile != "none":
         choose_compile_cache()
-    if sys.version_info < (3, 11, 10):
-        # A process forked while a thread of PyTorch's enters or leaves Python can wait for that
-        # thread's lock for ever (CPython's gh-112275), so loader processes come from a server.
-        multiprocessing.set_start_method("forkserver", force=True)
     device = devices.choose(run.config.backend)
     device.start(tf32=run.backend_config.tf32, products=run.plan.products)
     if is_first_of_torchrun():

@@ -5,7 +5,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -183,25 +182,6 @@ def test_shared_memory_as_small_as_some_containers_have(kib, steps, tmp_path):
     assert "cannot send images to the training process (No space left on device)" in last
     if steps:
         assert [*Result(tmp_path).steps] == [1, 2]
-
-
-SAYS_METHOD = """
-import multiprocessing, sys
-import run_vit_training
-
-code = run_vit_training.main(sys.argv[1:])
-print("started by", multiprocessing.get_start_method())
-sys.exit(code)
-"""
-
-
-def test_a_run_forks_only_where_that_is_safe(tmp_path):
-    """Up to 3.11.9, Python's own lock can be held in a process that is forked beside threads."""
-    flags = ["--backend", "cuda", "--max_steps", "1"]
-    ended = run_program("-c", SAYS_METHOD, *tiny(tmp_path), *flags)
-    assert ended.returncode == 0, ended.stderr
-    method = "forkserver" if sys.version_info < (3, 11, 10) else "fork"
-    assert f"started by {method}\n" in ended.stdout
 
 
 @pytest.mark.long
