@@ -1,6 +1,7 @@
 """The table of features: what they declare is there, and a feature that nobody knows takes part."""
 
 import math
+import pickle
 import re
 import typing
 from dataclasses import dataclass, replace
@@ -12,13 +13,16 @@ import torch
 
 from config_fields import flag, positive
 from data.batch import PADDING, Field
-from data.source import View
+from data.config import DataConfig
+from data.source import DatasetRequest, View
 from models.config import ModelError
 from models.spec import ModelSpec
 from run_vit_training import CONFIGS, read_flags
 from tests.support.cli import TINY_MODEL
 from tests.support.resolved import on_xla
 from training import feature_table
+from training.config import RunConfig
+from training.data import opener_of
 from training.errors import UsageError
 from training.feature import Feature
 from training.feature_table import features, set_added_features
@@ -239,3 +243,15 @@ def test_noise_is_drawn_from_the_values_that_a_field_may_have():
     assert noise["id"].unique().tolist() == list(range(7))
     assert 300 < noise["mask"].sum() < 700
     assert noise["unknown"].tolist() == [0, 0]
+
+
+def test_a_source_that_keeps_its_request_reaches_loader_processes(monkeypatch):
+    """Of a server, which get a copy: by pickle."""
+    requests = []
+    feature = next(each for each in features() if "captioned_mosaics" in each.sources)
+    monkeypatch.setitem(feature.sources, "captioned_mosaics", requests.append)
+    config = RunConfig(data=DataConfig(data_source="captioned_mosaics"))
+    open_source = opener_of(config)
+    open_source(DatasetRequest(config.data, 3, (24, 24), 1, 0, opened_by=open_source))
+    (copied,) = pickle.loads(pickle.dumps(requests))
+    assert copied.config == config.data
