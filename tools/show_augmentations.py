@@ -85,7 +85,7 @@ def columns(run: Run, data: DataSource) -> list[Pictures]:
     images, labels = unchanged["image"], smoothed(unchanged["target"], classes, 0.0)
     drawn, rows = [_column("image", run, names, images, labels)], range(images.shape[2])
     mixes = run.config.of(MixupConfig).mixes
-    mixing = Mixing(run, torch.Tensor.contiguous, rows) if mixes else None
+    mixing = Mixing(run, rows) if mixes else None
     for number, batch in enumerate(draws):
         images, title = batch["image"], f"draw {number + 1}"
         shares = smoothed(batch["target"], classes, smoothing)

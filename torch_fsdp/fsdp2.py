@@ -23,7 +23,7 @@ from models.positions import PartOfPositions, TokenPart
 from models.spec import Units
 from torch_fsdp.devices import Device
 from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
-from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block
+from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block, sharded_dim
 from torch_fsdp.torch_backend import TorchBackend
 from torch_fsdp.varlen import use_varlen
 from training.backend import InitializeModule
@@ -231,19 +231,10 @@ def _shard(
     shard = mesh[SHARD]  # sliced from the whole mesh: PyTorch warns about a slice of a slice
     lower = {plan.dtype, plan.reduce_dtype} != {torch.float32}
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        # Shard a parameter with an entry per token, (1, tokens, width), or per grid position, (1,
-        # rows, columns, width), along a dimension divisible by the number of shards. None selects
-        # PyTorch's default, the first dimension.
-        shape = parameter.shape
-        if len(shape) < 3 or shape[0] != 1:
-            return None
-        return next((Shard(d) for d in range(1, len(shape)) if shape[d] % shard.size() == 0), None)
-
     fully_shard(
         unit,
         mesh=mesh[OUTER, SHARD] if mesh.size(0) > 1 else shard,
-        shard_placement_fn=placement,
+        shard_placement_fn=lambda parameter: Shard(sharded_dim(parameter.shape, shard.size())),
         # The backward pass would unshard the root's weights again immediately.
         reshard_after_forward=plan.zero == 3 and not is_root,
         mp_policy=MixedPrecisionPolicy(

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -133,6 +133,17 @@ class TorchPlan:
 
 
 TorchRun = Run[Fsdp2Config, TorchPlan]
+
+
+def sharded_dim(shape: Sequence[int], shards: int) -> int:
+    """Return the dimension of a parameter that is divided into ``shards``.
+
+    It is the first one; of a parameter with an entry per token, (1, tokens, width), or per grid
+    position, (1, rows, columns, width), one that is divisible by ``shards``, if there is one.
+    """
+    if len(shape) < 3 or shape[0] != 1:
+        return 0
+    return next((d for d in range(1, len(shape)) if shape[d] % shards == 0), 0)
 
 
 def parallelize_block(

@@ -24,7 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, compiled, selective_contexts
+from torch_fsdp.parallel_plan import (
+    OUTER,
+    SHARD,
+    TorchRun,
+    compiled,
+    selective_contexts,
+    sharded_dim,
+)
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -53,10 +60,8 @@ class Layout:
         cls, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> "Layout":
         group = mesh.get_group(SHARD)
-        shards, dim = group.size(), 0
-        # As FSDP2 does it here: (1, tokens, width) along a dimension that shards divide.
-        if len(shape) > 2 and shape[0] == 1:
-            dim = next((d for d in range(1, len(shape)) if shape[d] % shards == 0), 0)
+        shards = group.size()
+        dim = sharded_dim(shape, shards)
         return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
 
     @property

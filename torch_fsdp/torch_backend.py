@@ -24,13 +24,7 @@ from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
-from training.backend import (
-    InitializeModule,
-    Profiler,
-    State,
-    StepInputs,
-    micro_batch_seed,
-)
+from training.backend import InitializeModule, Profiler, State, StepInputs, micro_batch_seed
 from training.optimizers import (
     COUNTS,
     UPDATES,

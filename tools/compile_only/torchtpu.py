@@ -103,7 +103,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
                 raise UsageError(f"the TPU compiler rejects a program of the step: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
-        step = StepLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
+        step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
         with reporting(f"adding up {sum(step.runs.values())} programs"):
             kernels = folder / "kernels"
             kernels.mkdir()
@@ -335,7 +335,7 @@ def _uninitialized(module: nn.Module, name: str) -> None:
 
 
 @dataclass
-class StepLog:
+class ProgramLog:
     """The programs of the last step, and how much memory is used when each runs."""
 
     text: str
@@ -343,6 +343,7 @@ class StepLog:
     folder: Path
     runs: Counter[int] = field(init=False)
     """How often each program runs in the step, by its number, in the order of their first runs."""
+    _donations: dict[int, list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         first, last = self.last_step
@@ -397,12 +398,8 @@ class StepLog:
             self._donations[number] = [int(place) for place in found]
         return self._donations[number]
 
-    @cached_property
-    def _donations(self) -> dict[int, list[int]]:
-        return {}
 
-
-def _graph(step: StepLog, number: int, links: Links, variables: dict[str, str]) -> CompiledGraph:
+def _graph(step: ProgramLog, number: int, links: Links, variables: dict[str, str]) -> CompiledGraph:
     """Return what is known of a program of the step. ``variables``: of processes that compile its
     kernels alone."""
     topology = links.topology

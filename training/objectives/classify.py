@@ -17,7 +17,6 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch import nn
 
 from data.batch import PADDING, Batch
-from data.source import Constant
 from data.transforms import drawn_from
 from training.backend import Backend, micro_batch_seed
 from training.data import input_of
@@ -41,7 +40,7 @@ class Classification(Objective):
         self._distillation = run.config.of(DistillationConfig)
         self._backend = backend
         self._input = input_of(run, backend.constant)
-        self._mixing = Mixing(run, lambda mix: mix, backend.image_rows) if mixup.mixes else None
+        self._mixing = Mixing(run, backend.image_rows) if mixup.mixes else None
         self._classes, self._smoothing = run.model.sizes.num_classes, config.smoothing
         self._class_weights: torch.Tensor | None = None
         self._logit_adjustment: torch.Tensor | None = None
@@ -201,23 +200,22 @@ def _draw_mix(config: MixupConfig, height: int, width: int) -> Mix:
 class Mixing:
     """Draws the mixing parameters of each pass, and mixes its images."""
 
-    def __init__(self, run: Run, constant: Constant, rows: range) -> None:
+    def __init__(self, run: Run, rows: range) -> None:
         """``rows``: the rows of each image that are on the devices (``Backend.image_rows``)."""
         self._config, self._seed = run.config.of(MixupConfig), run.config.seed
-        self._constant, self._rows = constant, rows
-        self._spatial = run.model.sizes.input_shape[1:]
+        self._rows, self._spatial = rows, run.model.sizes.input_shape[1:]
         self._has_part = len(rows) < self._spatial[0]
         self._images_a_device = run.config.data.global_micro_batch_size // run.mesh.batch_shards
 
     def draw(self, micro_batch_index: int, shape: torch.Size) -> torch.Tensor:
-        """Return the values of a ``Mix``, (6,), on the devices, for images of this ``shape``. They
+        """Return the values of a ``Mix``, (6,), on the host, for images of this ``shape``. They
         depend only on the seed and the number of the pass since the start of training."""
         # If devices share images, these have the model's own size.
         height, width = (self._spatial if self._has_part else shape)[-2:]
         with drawn_from(micro_batch_seed(self._seed, micro_batch_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, height, width)
         # A single tensor: one transfer, and no Python scalar that would trigger a recompilation.
-        return self._constant(torch.tensor(mix, dtype=torch.float32))
+        return torch.tensor(mix, dtype=torch.float32)
 
     def images(self, images: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
         """Return mixed images, (images, channels, [slices,] rows, columns), fp32."""

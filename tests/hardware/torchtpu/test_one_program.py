@@ -16,7 +16,11 @@ from tests.support.cli import (
     train_tiny_gpu,
     train_tiny_tpu,
 )
-from tests.support.curves import assert_same_curves, assert_same_training
+from tests.support.curves import (
+    assert_same_curves,
+    assert_same_evaluations,
+    assert_same_training,
+)
 from tests.support.dino import DINO
 from tests.support.mae import MAE
 from tests.support.marks import long
@@ -62,9 +66,7 @@ def test_same_as_fsdp2(flags, rel, tmp_path):
     fsdp2 = train_tiny_gpu(tmp_path / "gloo", *flags)
     simple = train_tiny_tpu(tmp_path / "tpu", *SIMPLE, *flags)
     assert_same_curves(simple, fsdp2, rel)
-    for mine, other in zip(simple.evaluations, fsdp2.evaluations, strict=True):
-        for name in {"val_loss", "ema_val_loss"} & other.keys():
-            assert mine[name] == pytest.approx(other[name], rel=rel)
+    assert_same_evaluations(simple, fsdp2, rel)
 
 
 @pytest.mark.long

@@ -6,7 +6,11 @@ import shutil
 import pytest
 
 from tests.support.cli import train_tiny_gpu
-from tests.support.curves import assert_same_curves, assert_same_training
+from tests.support.curves import (
+    assert_same_curves,
+    assert_same_evaluations,
+    assert_same_training,
+)
 from tests.support.dino import DINO
 from tests.support.mae import MAE
 from tests.support.marks import long
@@ -58,9 +62,7 @@ def test_same_as_fsdp2(processes, flags, rel, tmp_path):
     fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", *flags, processes=processes)
     simple = train_tiny_gpu(tmp_path / "simple", *TRACED, *flags, processes=processes)
     assert_same_curves(simple, fsdp2, rel)
-    for mine, other in zip(simple.evaluations, fsdp2.evaluations, strict=True):
-        for name in {"val_loss", "ema_val_loss"} & other.keys():
-            assert mine[name] == pytest.approx(other[name], rel=rel)
+    assert_same_evaluations(simple, fsdp2, rel)
 
 
 @pytest.mark.long

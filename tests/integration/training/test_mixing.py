@@ -73,11 +73,11 @@ def test_images_labels_and_losses_are_timms(flags, devices):
 def test_rows_of_images_are_cut_where_those_of_the_whole_are():
     run = tiny_run("--cutmix", "1")
     images = torch.randn(16, 3, 16, 16)
-    whole = Mixing(run, torch.Tensor.contiguous, range(16))
+    whole = Mixing(run, range(16))
     for micro_batch_index in range(10):
         mix, parts = whole.draw(micro_batch_index, images.shape), []
         for rows in (range(5), range(5, 6), range(6, 16)):
-            part = Mixing(run, torch.Tensor.contiguous, rows)
+            part = Mixing(run, rows)
             some_rows = images[:, :, rows.start : rows.stop]
             assert part.draw(micro_batch_index, some_rows.shape).equal(mix)
             parts.append(part.images(some_rows, mix))

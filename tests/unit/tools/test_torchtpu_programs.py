@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.compile_only.torchtpu import StepLog
+from tools.compile_only.torchtpu import ProgramLog
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +39,7 @@ def step(tmp_path):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "module_7.name.cl_1.after_codegen.txt").write_text(head)
     end = len(BEFORE) + len(STEP)
-    return StepLog(BEFORE + STEP + AFTER, (len(BEFORE), end), tmp_path)
+    return ProgramLog(BEFORE + STEP + AFTER, (len(BEFORE), end), tmp_path)
 
 
 def test_programs_of_the_step_are_counted(step):
