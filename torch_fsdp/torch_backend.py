@@ -24,7 +24,14 @@ from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
 from torch_fsdp.parallel_plan import TorchRun
-from training.backend import InitializeModule, Profiler, State, StepInputs, micro_batch_seed
+from training.backend import (
+    InitializeModule,
+    Profiler,
+    State,
+    StepInputs,
+    micro_batch_seed,
+    scan_eagerly,
+)
 from training.optimizers import (
     COUNTS,
     UPDATES,
@@ -52,6 +59,7 @@ class TorchBackend(abc.ABC):
     """The names of all parameters in groups, each with the processes that shard it."""
     shards: tuple[int, ...]
     replicas_here = 1
+    scan = staticmethod(scan_eagerly)
     _form: str
     """The form of FSDP, for the line that describes a run."""
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from training.schedule import StepRates
 
 
+Tensors = Mapping[str, torch.Tensor]
+ScanBody = Callable[[Tensors, Tensors], Tensors]
+"""A function (state, given) -> next state, with the names, shapes and dtypes of the state."""
 InitializeModule = Callable[[nn.Module, str], None]
 """A function (module, name in the model) that allocates and fills a module on the meta device."""
 
@@ -33,6 +36,13 @@ def micro_batch_seed(seed: int, micro_batch_index: int, stream: int) -> int:
     and the random stream."""
     digest = hashlib.sha256(f"{seed}/{micro_batch_index}/{stream}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+def scan_eagerly(body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
+    """``Backend.scan`` as a loop of Python's."""
+    for slices in zip(*stacked.values(), strict=True):
+        state = body(state, {**shared, **dict(zip(stacked, slices, strict=True))})
+    return state
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,14 @@ class Backend(Protocol):
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of all replicas, (replicas, ...), given those of the replicas here,
         (replicas_here, ...). No gradient passes through it."""
+
+    def scan(self, body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
+        """Return the state after a ``body`` for each slice along dimension 0 of ``stacked``, in
+        order. It is given that slice, and in each round what is ``shared``. No gradient passes.
+
+        A backend may compile a loop of one body. So the body must be hashable, read no tensors but
+        its arguments, and compute the same as another one that is equal to it.
+        """
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:
         """Start reading the values of small tensors, without blocking the device or this thread."""

@@ -1,7 +1,7 @@
 """SPMD FSDP: one program for all devices, weights sharded by annotations on a plain model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -12,16 +12,19 @@ from torch import nn
 from data.batch import Batch, Fields
 from models.spec import Units
 from training import optimizers
-from training.backend import InitializeModule
+from training.backend import InitializeModule, ScanBody, Tensors
 from training.checkpoints.state import Chunk, ShardedTensor
 from training.mesh import Spec
 from xla_fsdp.hosts import HostPart, part_of_host
 from xla_fsdp.layout import MeshLayout
 from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.parallelize import parallelize_spmd
+from xla_fsdp.scan import Scan
 from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
+_LEAST_ROUNDS = 3
+"""Of a loop that is one in the graph; with fewer its rounds are there one after the other."""
 _STACKED = ".block."
 """Separates the name of a stack of blocks from a parameter's name in a block."""
 
@@ -39,6 +42,7 @@ class SpmdBackend(XlaBackend):
         places = (place for place, number in enumerate(order) if number in local)
         self.shards = tuple(sorted({place % replica for place in places}))
         self.replicas_here = self._mesh.batch_shards
+        self._scans: dict[Hashable, Scan] = {}
         self._host: HostPart | None = None
         height = run.model.sizes.input_shape[1]
         # If no devices share images, torch_xla divides a host's images among its devices.
@@ -102,6 +106,27 @@ class SpmdBackend(XlaBackend):
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         shards = self._layout.mark_images(values.detach() * 1)
         return self._mark_replicated(shards * 1)
+
+    def scan(self, body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
+        rounds = len(next(iter(stacked.values())))
+        if rounds < _LEAST_ROUNDS:
+            return super().scan(body, state, shared, stacked)
+        carried, inputs = [*state.values(), *shared.values()], [*stacked.values()]
+
+        def one_round(
+            carried: list[torch.Tensor], slices: list[torch.Tensor]
+        ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            current = dict(zip(state, carried, strict=False))
+            constant = carried[len(state) :]
+            given = dict(zip([*shared, *stacked], [*constant, *slices], strict=True))
+            following = body(current, given)
+            return [*map(following.__getitem__, state), *constant], []
+
+        key = body, rounds, *((tuple(x.shape), x.dtype) for x in (*carried, *inputs))
+        if key not in self._scans:
+            self._scans[key] = Scan(one_round, carried, inputs, rounds=rounds)
+        last, _ = self._scans[key](carried, inputs)
+        return dict(zip(state, last, strict=False))
 
     def read_images(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
         mark = self._layout.mark_images  # each device gets whole images

@@ -33,6 +33,7 @@ from training.backend import (
     State,
     StepInputs,
     micro_batch_seed,
+    scan_eagerly,
 )
 from training.optimizers import COUNTS, UPDATES, Updates, WeightAverage
 from training.processes.stopping import all_reduce_max
@@ -59,6 +60,7 @@ class XlaBackend(Backend):
     tensors that belong to one device."""
 
     compiles = True
+    scan = staticmethod(scan_eagerly)
     _model: nn.Module
     _rng_stream = 0
     """The random stream from which this process draws dropout masks. Under SPMD, every host traces

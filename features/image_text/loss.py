@@ -12,13 +12,16 @@ Embeddings are exchanged in fp32: they are small beside the weights of towers th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from data.batch import PADDING
+from training.backend import ScanBody, Tensors
 
 _CHUNK_BYTES = 24 * 2**20
 """About what a device holds of a chunk: its logits and their gradients, its texts in fp32 and in
@@ -57,9 +60,13 @@ class Contrast(NamedTuple):
 
 
 class Replicas(Protocol):
-    """The operation of a ``Backend`` that the losses need."""
+    """The operations of a ``Backend`` that the losses need."""
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def scan(
+        self, body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors
+    ) -> Tensors: ...
 
 
 @torch.no_grad()
@@ -105,18 +112,44 @@ class _Chunk(NamedTuple):
     matches: torch.Tensor
     """Which pairs belong together, boolean."""
 
+    def divide(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of pairs that belong together, (own,), 0 where there is none; all
+        others, (own, others); and the largest of these, (own,)."""
+        matching = self.logits.where(self.matches, 0.0).sum(1)
+        different = self.logits.masked_fill(self.matches, _ABSENT)
+        return matching, different, different.amax(1)
 
-class _Common(NamedTuple):
-    """What both sides know of the pairs."""
+    def gradient(self, of_logits: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of its own, (own, width), that follows from that of the logits."""
+        return (self.scale * of_logits) @ self.others
+
+
+_Update = Callable[[Tensors, _Chunk, Tensors], Tensors]
+"""A function (sums, chunk, what ``_Compare`` is given) -> the sums with those of the chunk."""
+
+
+@dataclass(frozen=True)
+class _Compare:
+    """Compares the pairs here with a chunk of others, and adds what follows to the sums so far.
+
+    XLA compiles it once for all chunks, so it reads no tensors but its arguments; and objects that
+    are equal compute the same.
+    """
 
     replicas: Replicas
     padded: bool
-    rows: int
-    """How many pairs of each replica a chunk has."""
-    own_ids: torch.Tensor
-    """The numbers of the pairs here, (own, 1)."""
-    all_ids: Sequence[torch.Tensor]
-    """The numbers of the pairs of all replicas, by chunk."""
+    update: _Update
+
+    def __call__(self, sums: Tensors, given: Tensors) -> Tensors:
+        others = self.replicas.all_gather(given["others"]).flatten(0, 1)
+        own_ids, ids, scale = given["own_ids"], given["ids"], given["scale"]
+        logits = scale * (given["own"] @ others.T) + given["bias"]
+        matches = own_ids == ids
+        if self.padded:
+            absent = (own_ids == PADDING) | (ids == PADDING)
+            matches = matches & ~absent
+            logits = logits.masked_fill(absent, _ABSENT)
+        return self.update(sums, _Chunk(others, scale, logits, matches), given)
 
 
 class _Side:
@@ -127,69 +160,59 @@ class _Side:
     """
 
     def __init__(
-        self,
-        common: _Common,
-        own: torch.Tensor,
-        others: torch.Tensor,
-        scales: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor],
+        self, replicas: Replicas, rows: int, own: Tensors, others: Tensors, *, padded: bool
     ) -> None:
-        """``scales``, ``biases``: by chunk, what products are multiplied by, and what is added to
-        them."""
-        self._common, self._scales, self._biases = common, scales, biases
-        self._own, self._others = own.flatten(0, 1), others.split(common.rows, dim=1)
-        self.gradient = torch.zeros_like(self._own)
-        self.matching = self._own.new_zeros(len(self._own))
-        """The logit of each of its own with what it belongs to, (own,); 0 for padding."""
-        self._largest = torch.full_like(self.matching, _ABSENT)
+        """``rows``: how many pairs of each replica a chunk has. ``own``, ``others``: what
+        ``_Compare`` is given of the pairs here, (own, ...), and of those that they are compared
+        with, (replicas, pairs, ...)."""
+        self._replicas, self._rows, self._padded = replicas, rows, padded
+        self._own, self._others = own, others
+        self.sums: dict[str, torch.Tensor] = {}
+        """What was added up for each of its own, (own,); "gradient" is (own, width). "matching" is
+        the logit with what it belongs to, 0 for padding; "largest" that of all others."""
 
-    def __iter__(self) -> Iterator[_Chunk]:
-        own_ids, all_ids = self._common.own_ids, self._common.all_ids
-        chunks = zip(self._others, all_ids, self._scales, self._biases, strict=True)
-        for part, ids, scale, bias in chunks:
-            others = self._common.replicas.all_gather(part).flatten(0, 1)
-            logits = scale * (self._own @ others.T) + bias
-            matches = own_ids == ids
-            if self._common.padded:
-                absent = (own_ids == PADDING) | (ids == PADDING)
-                matches = matches & ~absent
-                logits = logits.masked_fill(absent, _ABSENT)
-            yield _Chunk(others, scale, logits, matches)
+    def add(
+        self,
+        update: _Update,
+        names: Sequence[str],
+        own: Tensors = MappingProxyType({}),
+        others: Tensors = MappingProxyType({}),
+    ) -> None:
+        """Let ``update`` add up the ``sums`` of these names over all chunks; it is given ``own``
+        and ``others``, too."""
+        body = _Compare(self._replicas, self._padded, update)
+        own, others = {**self._own, **own}, {**self._others, **others}
+        sums: Tensors = {name: self._first(name) for name in names}
+        pairs = others["ids"].shape[1]
+        rest = pairs % self._rows  # another chunk, smaller
+        for place, rows in ((slice(pairs - rest), self._rows), (slice(pairs - rest, pairs), rest)):
+            if rows:
+                stacked = {name: in_chunks(x[:, place], rows) for name, x in others.items()}
+                sums = self._replicas.scan(body, sums, own, stacked)
+        self.sums |= sums
 
-    def add_gradient(self, chunk: _Chunk, gradient: torch.Tensor) -> None:
-        """Add what follows from the gradient of a chunk's logits."""
-        self.gradient = self.gradient + (chunk.scale * gradient) @ chunk.others
-
-    def divide(self, chunk: _Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return of a chunk, once, the logits of pairs that belong together, (own,), 0 where there
-        is none; all others, (own, others); and the largest of these, (own,)."""
-        matching = chunk.logits.where(chunk.matches, 0.0).sum(1)
-        different = chunk.logits.masked_fill(chunk.matches, _ABSENT)
-        largest = different.amax(1)
-        self.matching = self.matching + matching
-        self._largest = torch.maximum(self._largest, largest)
-        return matching, different, largest
-
-    def logsumexp(self) -> torch.Tensor:
-        """Return log(sum(exp(logits))) of each of its own over all others, (own,); 0 for
-        padding."""
-        total: torch.Tensor | None = None
-        for chunk in self:
-            _, different, largest = self.divide(chunk)
-            found = (different - largest[:, None]).exp().sum(1).log() + largest
-            # At once: of all chunks they would have as many numbers as a part of the matrix.
-            total = found if total is None else torch.stack([total, found]).logsumexp(0)
-        assert total is not None
-        return torch.stack([total, self.matching]).logsumexp(0)
+    def _first(self, name: str) -> torch.Tensor:
+        own = self._own["own"]
+        if name == "gradient":
+            return torch.zeros_like(own)
+        return own.new_full(own.shape[:1], _ABSENT if name in ("largest", "logsumexp") else 0.0)
 
     def is_pair(self) -> torch.Tensor:
         """Return which of its own are no padding, boolean, (own,)."""
-        return self._common.own_ids[:, 0] != PADDING
+        return self._own["own_ids"][:, 0] != PADDING
 
     def nearest(self) -> torch.Tensor:
         """Return how many of its own are more similar to what they belong to than to all others, a
-        scalar, once all chunks are divided. Of equally similar ones, wrong ones count first."""
-        return ((self.matching > self._largest) & self.is_pair()).sum().float()
+        scalar. Of equally similar ones, wrong ones count first."""
+        is_nearest = self.sums["matching"] > self.sums["largest"]
+        return (is_nearest & self.is_pair()).sum().float()
+
+
+def in_chunks(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return (chunks, replicas, rows, width) of (replicas, pairs, width), or (chunks, replicas x
+    rows) of (replicas, pairs)."""
+    chunks = values.unflatten(1, (-1, rows)).movedim(1, 0)
+    return chunks.flatten(1) if values.dim() == 2 else chunks
 
 
 class _Both:
@@ -212,31 +235,40 @@ class _Both:
         self._pairs, self._replicas = pairs, replicas
         all_ids = replicas.all_gather(ids)
         self.count, (self.here, own) = len(all_ids), ids.shape
-        self._rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
-        by_chunk = self._in_chunks(all_ids)
-        common = _Common(replicas, padded, self._rows, ids.flatten()[:, None], by_chunk)
-        own_factors = [[x.flatten()[:, None]] * len(by_chunk) for x in (pairs.scale, pairs.bias)]
-        all_factors = map(self.of_all, (pairs.scale, pairs.bias))
-        self.images = _Side(common, pairs.images, pairs.texts, *own_factors)
-        self.texts = _Side(common, pairs.texts, pairs.images, *all_factors)
-        self.of_bias = torch.zeros_like(pairs.bias.flatten())
-
-    def _in_chunks(self, values: torch.Tensor) -> list[torch.Tensor]:
-        return [part.flatten() for part in values.split(self._rows, dim=1)]
-
-    def of_all(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of all replicas by chunk, given those here, (replicas here, pairs)."""
-        return self._in_chunks(self._replicas.all_gather(values))
+        rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
+        factors = {"scale": pairs.scale, "bias": pairs.bias}
+        own_ids = ids.flatten()[:, None]
+        self.images = _Side(
+            replicas,
+            rows,
+            {"own": pairs.images.flatten(0, 1), "own_ids": own_ids}
+            | {name: factor.flatten()[:, None] for name, factor in factors.items()},
+            {"others": pairs.texts, "ids": all_ids},
+            padded=padded,
+        )
+        self.texts = _Side(
+            replicas,
+            rows,
+            {"own": pairs.texts.flatten(0, 1), "own_ids": own_ids},
+            {"others": pairs.images, "ids": all_ids}
+            | {name: replicas.all_gather(factor) for name, factor in factors.items()},
+            padded=padded,
+        )
 
     def by_replica(self, values: torch.Tensor) -> torch.Tensor:
         return values.unflatten(0, (self.here, -1))
 
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all replicas, (replicas, pairs), given those here, (own,)."""
+        return self._replicas.all_gather(self.by_replica(values))
+
     def result(self, loss: torch.Tensor, count: torch.Tensor | int) -> Contrast:
-        """Return all, given the loss, and the gradient of the logits times ``count``."""
-        factor = self.count / self.here / count
+        """Return all, given the loss, and sums of gradients times ``count``."""
+        factor, images, texts = self.count / self.here / count, self.images.sums, self.texts.sums
+        of_bias = images.get("of_bias", torch.zeros_like(images["matching"]))
         of_images, of_texts, of_bias = (
             self.by_replica(factor * each)
-            for each in (self.images.gradient, self.texts.gradient, self.of_bias)
+            for each in (images["gradient"], texts["gradient"], of_bias)
         )
         # Images are only used multiplied by the scale.
         of_scale = (of_images * self._pairs.images).sum(-1) / self._pairs.scale
@@ -247,37 +279,47 @@ class _Both:
 def rows_of_chunk(replicas: int, pairs: int, width: int, chunk_bytes: int = _CHUNK_BYTES) -> int:
     """Return how many pairs of each replica, which has so many ``pairs``, a chunk has."""
     bytes_of_row = 2 * _FP32 * replicas * (pairs + width)
-    chunks = -(-pairs // max(1, chunk_bytes // bytes_of_row))
-    return -(-pairs // chunks)
+    fewest = -(-pairs // max(1, chunk_bytes // bytes_of_row))
+    # Chunks of one size, if that makes them at most twice as many.
+    even = (chunks for chunks in range(fewest, 2 * fewest) if pairs % chunks == 0)
+    return -(-pairs // next(even, fewest))
+
+
+# -- SigLIP ----------------------------------------------------------------------------------------
 
 
 def _siglip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contrast:
     """Return the sum of -log sigmoid(z logit) over all pairs, with z = 1 for a pair that belongs
     together, otherwise -1, divided by the number of images."""
-
-    def add_gradient(
-        side: _Side, chunk: _Chunk, matching: torch.Tensor, different: torch.Tensor
-    ) -> torch.Tensor:
-        of_matching = -(-matching).sigmoid()[:, None]
-        gradient = torch.where(chunk.matches, of_matching, different.sigmoid())
-        side.add_gradient(chunk, gradient)
-        return gradient
-
-    losses = []
-    for chunk in both.images:
-        matching, different, _ = both.images.divide(chunk)
-        losses.append(F.softplus(different).sum())
-        if gradients:
-            added = add_gradient(both.images, chunk, matching, different)
-            both.of_bias = both.of_bias + added.sum(1)
-    losses.append(F.softplus(-both.images.matching).where(both.images.is_pair(), 0.0).sum())
-    loss = torch.stack(losses).sum() * (both.count / both.here) / count
+    images, texts = both.images, both.texts
+    of_logits = ["of_bias", "gradient"] if gradients else []
+    images.add(_add_siglip, ["matching", "largest", "loss", *of_logits])
+    of_matching = F.softplus(-images.sums["matching"]).where(images.is_pair(), 0.0)
+    loss = (images.sums["loss"] + of_matching).sum() * (both.count / both.here) / count
     if not gradients:
         return Contrast(loss, None, None)
-    for chunk in both.texts:
-        matching, different, _ = both.texts.divide(chunk)
-        add_gradient(both.texts, chunk, matching, different)
+    texts.add(_add_siglip, ["matching", "largest", "gradient"])
     return both.result(loss, count)
+
+
+def _add_siglip(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
+    matching, different, largest = chunk.divide()
+    found = {
+        "matching": sums["matching"] + matching,
+        "largest": torch.maximum(sums["largest"], largest),
+    }
+    if "loss" in sums:
+        found["loss"] = sums["loss"] + F.softplus(different).sum(1)
+    if "gradient" in sums:
+        of_matching = -(-matching).sigmoid()[:, None]
+        gradient = torch.where(chunk.matches, of_matching, different.sigmoid())
+        if "of_bias" in sums:
+            found["of_bias"] = sums["of_bias"] + gradient.sum(1)
+        found["gradient"] = sums["gradient"] + chunk.gradient(gradient)
+    return found
+
+
+# -- CLIP ------------------------------------------------------------------------------------------
 
 
 def _clip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contrast:
@@ -287,17 +329,38 @@ def _clip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contras
     A first pass over the chunks of each side finds the sums that softmax divides by, a second one
     computes the gradients.
     """
-    sums = {side: side.logsumexp() for side in (both.images, both.texts)}
-    here = torch.stack([(total - side.matching).sum() for side, total in sums.items()]).sum()
-    loss = here * (both.count / both.here) / (2 * count)
+    sides = both.images, both.texts
+    totals = []
+    for side in sides:
+        side.add(_add_logsumexp, ["matching", "largest", "logsumexp"])
+        with_matching = torch.stack([side.sums["logsumexp"], side.sums["matching"]])
+        totals.append(with_matching.logsumexp(0))  # 0 for padding
+    here = torch.stack([t - side.sums["matching"] for t, side in zip(totals, sides, strict=True)])
+    loss = here.sum() * (both.count / both.here) / (2 * count)
     if not gradients:
         return Contrast(loss, None, None)
-    for side, other in ((both.images, both.texts), (both.texts, both.images)):
-        own_sums, all_sums = sums[side][:, None], both.of_all(both.by_replica(sums[other]))
-        for chunk, other_sums in zip(side, all_sums, strict=True):
-            shares = (chunk.logits - own_sums).exp() + (chunk.logits - other_sums).exp()
-            side.add_gradient(chunk, torch.where(chunk.matches, shares - 2, shares) / 2)
+    for side, total, other_total in zip(sides, totals, reversed(totals), strict=True):
+        everywhere = both.all_gather(other_total)
+        side.add(_add_clip, ["gradient"], {"total": total[:, None]}, {"other_total": everywhere})
     return both.result(loss, count)
+
+
+def _add_logsumexp(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
+    """Add log(sum(exp(logits))) of those that do not belong together."""
+    matching, different, largest = chunk.divide()
+    found = (different - largest[:, None]).exp().sum(1).log() + largest
+    return {
+        "matching": sums["matching"] + matching,
+        "largest": torch.maximum(sums["largest"], largest),
+        "logsumexp": torch.stack([sums["logsumexp"], found]).logsumexp(0),
+    }
+
+
+def _add_clip(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
+    logits = chunk.logits
+    shares = (logits - given["total"]).exp() + (logits - given["other_total"]).exp()
+    gradient = torch.where(chunk.matches, shares - 2, shares) / 2
+    return {"gradient": sums["gradient"] + chunk.gradient(gradient)}
 
 
 # -- The loss of embeddings in a graph -------------------------------------------------------------

@@ -18,6 +18,7 @@ import xxhash
 
 from data.batch import PADDING
 from features.image_text.loss import Pairs, contrast, rows_of_chunk
+from training.backend import scan_eagerly
 from training.logs.records import Evaluation
 from training.processes import exchange
 
@@ -110,6 +111,8 @@ def evaluate_pairs(mine: EmbeddedPairs, kind: str, scale: float, bias: float) ->
 
 class _Processes:
     """The processes of a run as ``loss.Replicas``: each has its pairs on its host."""
+
+    scan = staticmethod(scan_eagerly)
 
     @staticmethod
     def all_gather(values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from data.batch import Batch, micro_batches
 from tools.self_check.plain import backward, clip_and_step, normalized
 from tools.self_check.small_run import UPDATES, batches, first_weights
-from training.backend import Backend
+from training.backend import Backend, scan_eagerly
 from training.objectives.registry import open_objective
 from training.resolve import Run
 from training.schedule import Schedule, StepRates, schedules_of_features
@@ -121,6 +121,7 @@ class _Training:
             alone = SimpleNamespace(
                 **dict.fromkeys(("constant", "sum", "mean", "all_gather"), same),
                 **dict.fromkeys(("begin_micro_batch", "end_step"), nothing),
+                scan=scan_eagerly,
                 replicas_here=1,
                 teacher=teacher,
             )

@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from data.batch import PADDING
 from features.image_text.loss import Pairs, contrast, loss_by_chance, rows_of_chunk
+from training.backend import scan_eagerly
 
 pytestmark = pytest.mark.fast
 
 WIDTH = 24
-SAME = SimpleNamespace(all_gather=lambda x: x)
+SAME = SimpleNamespace(all_gather=lambda x: x, scan=scan_eagerly)
 """All replicas in one process."""
 
 
@@ -157,7 +158,9 @@ def held(kind, replicas, each, chunk_bytes):
     """The peak bytes of a loss in a process with one of several replicas."""
     pairs = drawn(1, each, 10.0, -10.0)
     ids = torch.arange(each, dtype=torch.int32)[None]
-    one_of = SimpleNamespace(all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous())
+    one_of = SimpleNamespace(
+        all_gather=lambda x: x.expand(replicas, *x.shape[1:]).contiguous(), scan=scan_eagerly
+    )
     count = replicas * each
     with Held() as mode:
         contrast(kind, pairs, ids, count, one_of, chunk_bytes=chunk_bytes)
