@@ -94,6 +94,18 @@ def test_clip_on_xla(clip, tmp_path):
     assert_same(train_tiny(tmp_path, *PAIR_FLAGS, *CLIP, devices=4), clip)
 
 
+def test_chunks_are_a_loop_on_xla():
+    """Of four rounds and a smaller chunk: as many loops as passes, the formulas' results, and no
+    compilation for other values."""
+    done = run_program("-m", "tests.fakes.image_text_loss_on_xla")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [found[kind]["loops"] for kind in ("siglip", "clip")] == [2, 4]
+    for each in found.values():
+        assert max(each["differences"]) < 1e-6
+        assert each["compiled again"] == 0
+
+
 @pytest.mark.parametrize("flags", [long(""), "--grad_accum_steps 2"])
 def test_clip_on_gpus(flags, clip, tmp_path):
     flags = [*PAIR_FLAGS, *CLIP, *flags.split()]
