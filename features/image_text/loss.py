@@ -104,24 +104,12 @@ def loss_by_chance(kind: str, pairs: int) -> float:
 
 class _Chunk(NamedTuple):
     others: torch.Tensor
-    """(others, width): texts of all replicas, a part of those of each, or images."""
-    scale: torch.Tensor
-    """What the products with them were multiplied by, (own, 1) or (others,)."""
+    """(others, width): a part of the texts of each replica, or of its images times the scale."""
     logits: torch.Tensor
-    """(own, others); those of absent pairs are so small that they count for nothing."""
-    matches: torch.Tensor
-    """Which pairs belong together, boolean."""
-
-    def divide(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the logits of pairs that belong together, (own,), 0 where there is none; all
-        others, (own, others); and the largest of these, (own,)."""
-        matching = self.logits.where(self.matches, 0.0).sum(1)
-        different = self.logits.masked_fill(self.matches, _ABSENT)
-        return matching, different, different.amax(1)
-
-    def gradient(self, of_logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of its own, (own, width), that follows from that of the logits."""
-        return (self.scale * of_logits) @ self.others
+    """(own, others), of those that do not belong together. All other logits are so small that they
+    count for nothing."""
+    largest: torch.Tensor
+    """The largest logit of each of its own, (own,), what it belongs to included."""
 
 
 _Update = Callable[[Tensors, _Chunk, Tensors], Tensors]
@@ -142,14 +130,14 @@ class _Compare:
 
     def __call__(self, sums: Tensors, given: Tensors) -> Tensors:
         others = self.replicas.all_gather(given["others"]).flatten(0, 1)
-        own_ids, ids, scale = given["own_ids"], given["ids"], given["scale"]
-        logits = scale * (given["own"] @ others.T) + given["bias"]
-        matches = own_ids == ids
+        own_ids, ids = given["own_ids"], given["ids"]
+        # In place: on CPUs, new memory of this size takes as long as what is computed.
+        logits = (given["own"] @ others.T).add_(given["bias"])
         if self.padded:
-            absent = (own_ids == PADDING) | (ids == PADDING)
-            matches = matches & ~absent
-            logits = logits.masked_fill(absent, _ABSENT)
-        return self.update(sums, _Chunk(others, scale, logits, matches), given)
+            logits.masked_fill_((own_ids == PADDING) | (ids == PADDING), _ABSENT)
+        largest = logits.amax(1)
+        logits.masked_fill_(own_ids == ids, _ABSENT)
+        return self.update(sums, _Chunk(others, logits, largest), given)
 
 
 class _Side:
@@ -167,9 +155,10 @@ class _Side:
         with, (replicas, pairs, ...)."""
         self._replicas, self._rows, self._padded = replicas, rows, padded
         self._own, self._others = own, others
+        self.own = own["own"]
         self.sums: dict[str, torch.Tensor] = {}
-        """What was added up for each of its own, (own,); "gradient" is (own, width). "matching" is
-        the logit with what it belongs to, 0 for padding; "largest" that of all others."""
+        """What was added up for each of its own, (own,); "gradient" is (own, width), of ``own``.
+        "largest" is the largest logit, "largest_other" that of those it does not belong to."""
 
     def add(
         self,
@@ -192,10 +181,10 @@ class _Side:
         self.sums |= sums
 
     def _first(self, name: str) -> torch.Tensor:
-        own = self._own["own"]
         if name == "gradient":
-            return torch.zeros_like(own)
-        return own.new_full(own.shape[:1], _ABSENT if name in ("largest", "logsumexp") else 0.0)
+            return torch.zeros_like(self.own)
+        is_largest = name in ("largest", "largest_other", "logsumexp")
+        return self.own.new_full(self.own.shape[:1], _ABSENT if is_largest else 0.0)
 
     def is_pair(self) -> torch.Tensor:
         """Return which of its own are no padding, boolean, (own,)."""
@@ -204,7 +193,7 @@ class _Side:
     def nearest(self) -> torch.Tensor:
         """Return how many of its own are more similar to what they belong to than to all others, a
         scalar. Of equally similar ones, wrong ones count first."""
-        is_nearest = self.sums["matching"] > self.sums["largest"]
+        is_nearest = self.sums["largest"] > self.sums["largest_other"]
         return (is_nearest & self.is_pair()).sum().float()
 
 
@@ -236,13 +225,12 @@ class _Both:
         all_ids = replicas.all_gather(ids)
         self.count, (self.here, own) = len(all_ids), ids.shape
         rows = rows_of_chunk(self.count, own, pairs.images.shape[-1], chunk_bytes)
-        factors = {"scale": pairs.scale, "bias": pairs.bias}
-        own_ids = ids.flatten()[:, None]
+        own_ids, bias = ids.flatten()[:, None], pairs.bias.flatten()[:, None]
+        scaled = pairs.scale[..., None] * pairs.images
         self.images = _Side(
             replicas,
             rows,
-            {"own": pairs.images.flatten(0, 1), "own_ids": own_ids}
-            | {name: factor.flatten()[:, None] for name, factor in factors.items()},
+            {"own": scaled.flatten(0, 1), "own_ids": own_ids, "bias": bias},
             {"others": pairs.texts, "ids": all_ids},
             padded=padded,
         )
@@ -250,10 +238,12 @@ class _Both:
             replicas,
             rows,
             {"own": pairs.texts.flatten(0, 1), "own_ids": own_ids},
-            {"others": pairs.images, "ids": all_ids}
-            | {name: replicas.all_gather(factor) for name, factor in factors.items()},
+            {"others": scaled, "ids": all_ids, "bias": replicas.all_gather(pairs.bias)},
             padded=padded,
         )
+        matching = (scaled * pairs.texts).sum(-1) + pairs.bias
+        self.matching = matching.where(ids != PADDING, 0.0).flatten()
+        """The logits of pairs that belong together, (own,); 0 for padding."""
 
     def by_replica(self, values: torch.Tensor) -> torch.Tensor:
         return values.unflatten(0, (self.here, -1))
@@ -262,18 +252,30 @@ class _Both:
         """Return the values of all replicas, (replicas, pairs), given those here, (own,)."""
         return self._replicas.all_gather(self.by_replica(values))
 
-    def result(self, loss: torch.Tensor, count: torch.Tensor | int) -> Contrast:
-        """Return all, given the loss, and sums of gradients times ``count``."""
-        factor, images, texts = self.count / self.here / count, self.images.sums, self.texts.sums
-        of_bias = images.get("of_bias", torch.zeros_like(images["matching"]))
-        of_images, of_texts, of_bias = (
+    def result(
+        self, loss: torch.Tensor, count: torch.Tensor | int, of_matching: torch.Tensor
+    ) -> Contrast:
+        """Return all, given the loss. ``of_matching``: the gradients of the logits of pairs that
+        belong together, (own,), times ``count`` as those in the sums."""
+        images, texts = self.images, self.texts
+        of_matching = of_matching.where(images.is_pair(), 0.0)
+        factor = self.count / self.here / count
+        if "of_bias" in images.sums:
+            of_bias = images.sums["of_bias"] + of_matching
+        else:  # CLIP's softmax does not depend on it
+            of_bias = torch.zeros_like(of_matching)
+        of_scaled, of_texts, of_bias = (
             self.by_replica(factor * each)
-            for each in (images["gradient"], texts["gradient"], of_bias)
+            for each in (
+                images.sums["gradient"] + of_matching[:, None] * texts.own,
+                texts.sums["gradient"] + of_matching[:, None] * images.own,
+                of_bias,
+            )
         )
-        # Images are only used multiplied by the scale.
-        of_scale = (of_images * self._pairs.images).sum(-1) / self._pairs.scale
-        nearest = torch.stack([side.nearest() for side in (self.images, self.texts)])
-        return Contrast(loss, Pairs(of_images, of_texts, of_scale, of_bias), factor * nearest)
+        of_scale = (of_scaled * self._pairs.images).sum(-1)
+        gradients = Pairs(self._pairs.scale[..., None] * of_scaled, of_texts, of_scale, of_bias)
+        nearest = torch.stack([side.nearest() for side in (images, texts)])
+        return Contrast(loss, gradients, factor * nearest)
 
 
 def rows_of_chunk(replicas: int, pairs: int, width: int, chunk_bytes: int = _CHUNK_BYTES) -> int:
@@ -293,30 +295,30 @@ def _siglip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contr
     together, otherwise -1, divided by the number of images."""
     images, texts = both.images, both.texts
     of_logits = ["of_bias", "gradient"] if gradients else []
-    images.add(_add_siglip, ["matching", "largest", "loss", *of_logits])
-    of_matching = F.softplus(-images.sums["matching"]).where(images.is_pair(), 0.0)
+    images.add(_add_siglip, ["largest", "largest_other", "loss", *of_logits])
+    of_matching = F.softplus(-both.matching).where(images.is_pair(), 0.0)
     loss = (images.sums["loss"] + of_matching).sum() * (both.count / both.here) / count
     if not gradients:
         return Contrast(loss, None, None)
-    texts.add(_add_siglip, ["matching", "largest", "gradient"])
-    return both.result(loss, count)
+    texts.add(_add_siglip, ["largest", "largest_other", "gradient"])
+    return both.result(loss, count, -(-both.matching).sigmoid())
 
 
 def _add_siglip(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
-    matching, different, largest = chunk.divide()
-    found = {
-        "matching": sums["matching"] + matching,
-        "largest": torch.maximum(sums["largest"], largest),
-    }
+    found = _largest(sums, chunk)
     if "loss" in sums:
-        found["loss"] = sums["loss"] + F.softplus(different).sum(1)
+        found["loss"] = sums["loss"] + F.softplus(chunk.logits).sum(1)
     if "gradient" in sums:
-        of_matching = -(-matching).sigmoid()[:, None]
-        gradient = torch.where(chunk.matches, of_matching, different.sigmoid())
+        gradient = chunk.logits.sigmoid()
         if "of_bias" in sums:
             found["of_bias"] = sums["of_bias"] + gradient.sum(1)
-        found["gradient"] = sums["gradient"] + chunk.gradient(gradient)
+        found["gradient"] = sums["gradient"] + gradient @ chunk.others
     return found
+
+
+def _largest(sums: Tensors, chunk: _Chunk) -> dict[str, torch.Tensor]:
+    found = {"largest": chunk.largest, "largest_other": chunk.logits.amax(1)}
+    return {name: torch.maximum(sums[name], values) for name, values in found.items()}
 
 
 # -- CLIP ------------------------------------------------------------------------------------------
@@ -329,38 +331,35 @@ def _clip(both: _Both, count: torch.Tensor | int, *, gradients: bool) -> Contras
     A first pass over the chunks of each side finds the sums that softmax divides by, a second one
     computes the gradients.
     """
-    sides = both.images, both.texts
+    sides, matching = (both.images, both.texts), both.matching
     totals = []
     for side in sides:
-        side.add(_add_logsumexp, ["matching", "largest", "logsumexp"])
-        with_matching = torch.stack([side.sums["logsumexp"], side.sums["matching"]])
-        totals.append(with_matching.logsumexp(0))  # 0 for padding
-    here = torch.stack([t - side.sums["matching"] for t, side in zip(totals, sides, strict=True)])
-    loss = here.sum() * (both.count / both.here) / (2 * count)
+        side.add(_add_logsumexp, ["largest", "largest_other", "logsumexp"])
+        totals.append(torch.stack([side.sums["logsumexp"], matching]).logsumexp(0))  # 0 for padding
+    loss = (
+        torch.stack([t - matching for t in totals]).sum() * (both.count / both.here) / (2 * count)
+    )
     if not gradients:
         return Contrast(loss, None, None)
     for side, total, other_total in zip(sides, totals, reversed(totals), strict=True):
         everywhere = both.all_gather(other_total)
         side.add(_add_clip, ["gradient"], {"total": total[:, None]}, {"other_total": everywhere})
-    return both.result(loss, count)
+    shares = torch.stack([(matching - total).exp() for total in totals]).sum(0)
+    return both.result(loss, count, (shares - 2) / 2)
 
 
 def _add_logsumexp(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
     """Add log(sum(exp(logits))) of those that do not belong together."""
-    matching, different, largest = chunk.divide()
-    found = (different - largest[:, None]).exp().sum(1).log() + largest
-    return {
-        "matching": sums["matching"] + matching,
-        "largest": torch.maximum(sums["largest"], largest),
-        "logsumexp": torch.stack([sums["logsumexp"], found]).logsumexp(0),
-    }
+    found = chunk.logits.logsumexp(1)
+    total = torch.stack([sums["logsumexp"], found]).logsumexp(0)
+    return _largest(sums, chunk) | {"logsumexp": total}
 
 
 def _add_clip(sums: Tensors, chunk: _Chunk, given: Tensors) -> Tensors:
-    logits = chunk.logits
-    shares = (logits - given["total"]).exp() + (logits - given["other_total"]).exp()
-    gradient = torch.where(chunk.matches, shares - 2, shares) / 2
-    return {"gradient": sums["gradient"] + chunk.gradient(gradient)}
+    shares = (
+        (chunk.logits - given["total"]).exp_().add_((chunk.logits - given["other_total"]).exp_())
+    )
+    return {"gradient": sums["gradient"] + (shares @ chunk.others) / 2}
 
 
 # -- The loss of embeddings in a graph -------------------------------------------------------------
