@@ -17,11 +17,12 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_m
 from models.initialize import fill_buffers
 from models.positions import Constant
 from models.spec import Units
+from tpu_attention.flash import use_flash
+from tpu_attention.whole import use_whole
 from training.backend import InitializeModule
 from xla_fsdp import around_blocks
 from xla_fsdp.attention import sharded
-from xla_fsdp.attention.flash import use_flash
-from xla_fsdp.attention.whole import use_whole
+from xla_fsdp.attention.kernel_calls import ONE_DEVICE
 from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.parallel_plan import XlaPlan, XlaRun
 from xla_fsdp.products import multiply_unfolded, normalize_unfolded
@@ -214,9 +215,9 @@ def parallelize_nested(
         fill_buffers(block, constant)
         # Attention: by kernels, or PyTorch's.
         if plan.attention == "flash":
-            use_flash(block)
+            use_flash(block, ONE_DEVICE)
         elif plan.attention == "whole":
-            use_whole(block)
+            use_whole(block, ONE_DEVICE)
         # Rematerialize inside the unit, so that its weights are gathered again for it.
         if plan.grad_ckpt == "full" and _trains(block):
             checkpoint_module(block)

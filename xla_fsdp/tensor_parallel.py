@@ -14,7 +14,7 @@ from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from models.blocks import Qkv, queries_keys_values
-from xla_fsdp.attention import flash, whole
+from tpu_attention import flash, whole
 from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.parallel_plan import XlaPlan
 from xla_fsdp.products import add_bias, product
@@ -75,7 +75,7 @@ def shard_heads_and_columns(
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
         # The product with a part of the heads on each device: (batch, tokens, heads x width).
         if plan.attention == "whole":
-            y = whole.attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
+            y = whole.attend(attn, qkv, rope, attn_mask, calls=shards, save=save)
         else:
             q, k, v = queries_keys_values(attn, qkv, rope)
             if plan.attention == "flash":

@@ -20,8 +20,8 @@ from models.spec import ModelSpec
 from tests.fakes.filled import SMALL
 from tests.fakes.scan_on_xla import scanned
 from tools.self_check.small_run import first_weights
+from tpu_attention import flash
 from xla_fsdp.around_blocks import compute_in_bf16
-from xla_fsdp.attention import flash
 
 NAMES = {
     "plain": "vit_base_patch16_224",

@@ -1,0 +1,75 @@
+"""Attention in the blocks on TorchTPU (``--attention``): PyTorch's, plain products, or the kernels of
+``tpu_attention``, each call of which is one operation to whatever traces a graph."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from models.blocks import attentions
+from torch_fsdp import torch_tpu_private
+from tpu_attention import flash, whole
+from tpu_attention.kernels import Calls, FlashSizes, Kernel, WholeSizes
+
+_FORMS: dict[str, tuple[type, Any]] = {
+    "whole": (WholeSizes, whole.kernel),
+    "flash": (FlashSizes, flash.kernel),
+}
+
+
+def _numbers(kind: type) -> list[str]:
+    """Return the fields of a kernel's sizes but for its dtype, which is that of queries."""
+    return [field.name for field in fields(kind) if field.name != "dtype"]
+
+
+def _kernel(
+    inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]
+) -> Kernel:
+    kind, lower = _FORMS[form]
+    given = {
+        name: int(value) if value == int(value) else value
+        for name, value in zip(_numbers(kind), sizes, strict=True)
+    }
+    with _disable_current_modes():  # what lowers it is not of the graph
+        return lower(kind(**given, dtype=inputs[0].dtype), backward=backward)
+
+
+@torch.library.custom_op("vit::attention_kernel", mutates_args=())
+def attention_kernel(
+    inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]
+) -> list[torch.Tensor]:
+    """Call a kernel on one device; ``sizes``: the values of ``_numbers``."""
+    kernel = _kernel(inputs, form, backward, sizes)
+    return torch_tpu_private.call_kernel(kernel.module, inputs, kernel.results)
+
+
+@attention_kernel.register_fake
+def _(
+    inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]
+) -> list[torch.Tensor]:
+    results = _kernel(inputs, form, backward, sizes).results
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in results]
+
+
+class TpuCalls(Calls):
+    """Calls kernels in what a process computes, which has one device."""
+
+    def call(
+        self, kernel: Any, sizes: Any, parts: list[torch.Tensor], *, backward: bool
+    ) -> list[torch.Tensor]:
+        form = "whole" if isinstance(sizes, WholeSizes) else "flash"
+        numbers = [float(getattr(sizes, name)) for name in _numbers(type(sizes))]
+        return torch.ops.vit.attention_kernel(parts, form, backward, numbers)
+
+
+def use_attention(block: nn.Module, form: str) -> None:
+    """Let timm's attention in a block compute its product as ``--attention`` says."""
+    if form == "whole":
+        whole.use_whole(block, TpuCalls())
+    elif form == "flash":
+        flash.use_flash(block, TpuCalls())
+    elif form == "plain":
+        for part in attentions(block):
+            part.fused_attn = False  # type: ignore[assignment]
