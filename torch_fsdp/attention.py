@@ -1,5 +1,5 @@
-"""Attention in the blocks on TorchTPU (``--attention``): PyTorch's, plain products, or the kernels of
-``tpu_attention``, each call of which is one operation to whatever traces a graph."""
+"""Attention in the blocks on TorchTPU (``--attention``): PyTorch's, plain products, or the kernels
+of ``tpu_attention``, each call of which is one operation to whatever traces a graph."""
 
 from dataclasses import fields
 from typing import Any
@@ -24,9 +24,7 @@ def _numbers(kind: type) -> list[str]:
     return [field.name for field in fields(kind) if field.name != "dtype"]
 
 
-def _kernel(
-    inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]
-) -> Kernel:
+def _kernel(inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]) -> Kernel:
     kind, lower = _FORMS[form]
     given = {
         name: int(value) if value == int(value) else value

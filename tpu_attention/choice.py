@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -81,6 +81,13 @@ def _why_no_kernels(
     if sizes.value_dim != sizes.head_dim:
         return f"requires values as wide as keys ({sizes.head_dim}), not {sizes.value_dim}"
     return None
+
+
+def choose_mask(model: Any, attention: str) -> None:
+    """Let a model of several images per sequence (``ModelSpec.segments``) pass segments to its
+    blocks if attention runs in kernels; by default it passes a boolean mask."""
+    if hasattr(model, "mask_of") and attention in KERNELS:
+        model.mask_of = lambda segments: segments
 
 
 def for_teacher(config: RunConfig) -> RunConfig:
