@@ -13,32 +13,30 @@ from torch_fsdp import torch_tpu_private
 from tpu_attention import flash, whole
 from tpu_attention.kernels import Calls, FlashSizes, Kernel, WholeSizes
 
-_FORMS: dict[str, tuple[type, Any]] = {
-    "whole": (WholeSizes, whole.kernel),
-    "flash": (FlashSizes, flash.kernel),
+_KERNELS: dict[str, Any] = {"whole": whole.kernel, "flash": flash.kernel}
+_SIZES: dict[str, Any] = {"whole": WholeSizes, "flash": FlashSizes}
+_NUMBERS = {
+    form: [field.name for field in fields(sizes) if field.name != "dtype"]
+    for form, sizes in _SIZES.items()
 }
-
-
-def _numbers(kind: type) -> list[str]:
-    """Return the fields of a kernel's sizes but for its dtype, which is that of queries."""
-    return [field.name for field in fields(kind) if field.name != "dtype"]
+"""The fields of a kernel's sizes but for its dtype, which is that of queries."""
 
 
 def _kernel(inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]) -> Kernel:
-    kind, lower = _FORMS[form]
     given = {
         name: int(value) if value == int(value) else value
-        for name, value in zip(_numbers(kind), sizes, strict=True)
+        for name, value in zip(_NUMBERS[form], sizes, strict=True)
     }
     with _disable_current_modes():  # what lowers it is not of the graph
-        return lower(kind(**given, dtype=inputs[0].dtype), backward=backward)
+        all_sizes = _SIZES[form](**given, dtype=inputs[0].dtype)
+        return _KERNELS[form](all_sizes, backward=backward)
 
 
 @torch.library.custom_op("vit::attention_kernel", mutates_args=())
 def attention_kernel(
     inputs: list[torch.Tensor], form: str, backward: bool, sizes: list[float]
 ) -> list[torch.Tensor]:
-    """Call a kernel on one device; ``sizes``: the values of ``_numbers``."""
+    """Call a kernel on one device; ``sizes``: the values of ``_NUMBERS``."""
     kernel = _kernel(inputs, form, backward, sizes)
     return torch_tpu_private.call_kernel(kernel.module, inputs, kernel.results)
 
@@ -58,7 +56,7 @@ class TpuCalls(Calls):
         self, kernel: Any, sizes: Any, parts: list[torch.Tensor], *, backward: bool
     ) -> list[torch.Tensor]:
         form = "whole" if isinstance(sizes, WholeSizes) else "flash"
-        numbers = [float(getattr(sizes, name)) for name in _numbers(type(sizes))]
+        numbers = [float(getattr(sizes, name)) for name in _NUMBERS[form]]
         return torch.ops.vit.attention_kernel(parts, form, backward, numbers)
 
 
