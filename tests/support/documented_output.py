@@ -71,7 +71,8 @@ def quoted_after(command: Command) -> list[str]:
 # -- what the program prints ----------------------------------------------------------
 
 PROGRAM = (
-    "benchmarks data features gpu_fsdp launch models tools torch_fsdp tpu_attention training xla_fsdp"
+    "benchmarks data features gpu_fsdp launch models tools "
+    "torch_fsdp tpu_attention training xla_fsdp"
 ).split()
 _HOLE = "\0"
 _FORMATTED = re.compile(r"%[\d.]*[dfgs]|\{\w*(?::[^{}]*)?\}")
