@@ -243,10 +243,10 @@ def _call_kernel(
         parts += [calls.part(padded[:, None])] * 2
     if segments is not None and sizes.windows:
         parts.append(calls.part(windows(sizes, segments)))
-    (result,) = calls.call(kernel, sizes, parts, backward=bool(grad))
+    (result,) = calls.call(kernel, sizes, parts, backward=len(grad) > 0)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:
         results = [torch.cat(results, -1)]
     if grad:
-        results = [x.reshape(shape) for x, shape in zip(results, shapes, strict=False)]
+        results = [x.reshape(shapes[place]) for place, x in enumerate(results)]
     return [calls.whole(x, -1) for x in results]
