@@ -17,6 +17,7 @@ import torch
 
 from torch_fsdp import torch_tpu_private
 from torch_fsdp.profiler import TorchProfiler
+from tpu_attention import jax_private
 from tpu_attention.kernels import LARGEST_VECTOR_MEMORY
 from training.backend import Profiler
 from training.errors import UsageError
@@ -276,7 +277,7 @@ class Tpu(Device):
     compiler = "tpu"
     compiles_all = True
     kernel_memory = LARGEST_VECTOR_MEMORY
-    written_for = torch_tpu_private.WRITTEN_FOR
+    written_for: Mapping[str, str] = torch_tpu_private.WRITTEN_FOR | jax_private.WRITTEN_FOR
     register = staticmethod(torch_tpu_private.register)
 
     def start(self, *, tf32: bool, products: str) -> None:

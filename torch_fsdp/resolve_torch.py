@@ -7,6 +7,7 @@ what ``torch_fsdp/fsdp2.py`` does to the model.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,7 @@ from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
-from tpu_attention.choice import for_teacher, resolve_attention
+from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
@@ -203,7 +204,13 @@ def _resolve_attention(
     asked, domain = sharding.attention, sharding.mesh_domain
     if domain == 1:
         memory = device.kernel_memory
-        return resolve_attention(sharding, model, of_largest, memory, without="plain")
+        found = resolve_attention(sharding, model, of_largest, memory, without="plain")
+        if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
+            raise UsageError(
+                f"--attention {found.attention} requires the package jax: python3 -m pip install "
+                "-r requirements-torchtpu.txt, or use --attention plain"
+            )
+        return found
     if asked not in ("auto", "sdpa"):  # attention over processes computes with PyTorch's
         raise UsageError(
             f"--attention {asked} is incompatible with --mesh_domain {domain}: use --attention sdpa"

@@ -7,6 +7,7 @@ it. How a call gets into a program is the backend's part (``Calls``).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -32,6 +33,17 @@ class Counted:
 COUNTED: dict[str, Counted] = {}
 """Of each kernel that was lowered here, by its code: a compiled program, whose cycles are counted,
 has its kernels as code alone."""
+
+
+def counted_here() -> dict[str, Counted]:
+    """Return ``COUNTED`` for another process: stand-ins are lowered here."""
+    return {
+        body: Counted(each.branches, functools.partial(list, each.stand_ins()))
+        if each.stand_ins
+        else each
+        for body, each in COUNTED.items()
+    }
+
 
 Array = tuple[tuple[int, ...], torch.dtype]
 

@@ -1,5 +1,7 @@
 """What --attention resolves to on TorchTPU, and what it refuses; no device starts."""
 
+import importlib.util
+
 import pytest
 
 from run_vit_training import read_flags
@@ -66,6 +68,16 @@ def test_what_is_refused(flags, told):
     with pytest.raises(UsageError) as refusal:
         resolved(flags)
     assert str(refusal.value) == told
+
+
+def test_without_jax(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jax" else find_spec(name)
+    )
+    assert resolved("--attention plain").plan.attention == "plain"
+    with pytest.raises(UsageError, match="--attention whole requires the package jax: python3"):
+        resolved("")
 
 
 def test_without_a_tpu(monkeypatch):
