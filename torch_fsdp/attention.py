@@ -1,6 +1,7 @@
 """Attention in the blocks on TorchTPU (``--attention``): PyTorch's, plain products, or the kernels
 of ``tpu_attention``, each call of which is one operation to whatever traces a graph."""
 
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from models.blocks import attentions
+from models.blocks import Attend, attentions, use_attend
 from torch_fsdp import torch_tpu_private
 from tpu_attention import flash, whole
 from tpu_attention.kernels import Calls, FlashSizes, Kernel, WholeSizes
@@ -60,12 +61,18 @@ class TpuCalls(Calls):
         return torch.ops.vit.attention_kernel(parts, form, backward, numbers)
 
 
+_ATTEND: dict[str, Attend] = {
+    "whole": functools.partial(whole.attend, calls=TpuCalls()),
+    "flash": functools.partial(flash.attend, calls=TpuCalls()),
+}
+
+
 def use_attention(block: nn.Module, form: str) -> None:
-    """Let timm's attention in a block compute its product as ``--attention`` says."""
-    if form == "whole":
-        whole.use_whole(block, TpuCalls())
-    elif form == "flash":
-        flash.use_flash(block, TpuCalls())
-    elif form == "plain":
-        for part in attentions(block):
+    """Let timm's attention in a block compute its product as ``--attention`` says. Kernels leave
+    plain products to layers that ``use_attend`` does not know: torch.compile refuses, in a
+    recomputation, what ``use_product`` needs."""
+    if form == "sdpa":
+        return
+    for part in attentions(block):
+        if not (form in _ATTEND and use_attend(part, _ATTEND[form])):
             part.fused_attn = False  # type: ignore[assignment]

@@ -8,12 +8,13 @@ transposes for PyTorch's product is transposed back, and XLA drops both.
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.blocks import attentions, use_product
+from models.blocks import Qkv, attentions, is_segments, queries_keys_values, use_product
 from tpu_attention.kernels import Array, Calls, FlashSizes, Kernel, lower, padded_width
 
 
@@ -154,6 +155,21 @@ def attention(
     flash = Flash(heads, width, width**-0.5, calls, segmented=segments is not None)
     merged = (flash.merge_heads(x.to(dtype)) for x in (q, k, v))
     return flash.split_heads(_FlashAttention.apply(flash, segments, *merged))
+
+
+def attend(
+    attn: Any,
+    qkv: Qkv,
+    rope: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+    *,
+    calls: Calls,
+) -> torch.Tensor:
+    """Compute an ``Attend`` of timm's attention; see ``attention`` for ``segments``."""
+    if not (segments is None or is_segments(segments)):
+        raise NotImplementedError("flash attention supports no mask other than segments")
+    q, k, v = (x.transpose(1, 2) for x in queries_keys_values(attn, qkv, rope))
+    return attention(q, k, v, calls, segments).transpose(1, 2).flatten(2)
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -114,13 +114,7 @@ def windows(s: WholeSizes, segments: torch.Tensor) -> torch.Tensor:
 def use_whole(module: nn.Module, calls: Calls, save: Saves | None = None) -> None:
     """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
 
-    def attend_here(
-        attn: Any, qkv: Qkv, rope: torch.Tensor | None, segments: torch.Tensor | None
-    ) -> torch.Tensor:
-        if not (segments is None or is_segments(segments)):
-            raise NotImplementedError("whole attention supports no mask other than segments")
-        return attend(attn, qkv, rope, segments, calls=calls, save=save)
-
+    attend_here = functools.partial(attend, calls=calls, save=save)
     for part in attentions(module):
         if not use_attend(part, attend_here):
             use_product(part, functools.partial(attention, calls=calls, save=save))
@@ -151,12 +145,14 @@ def attend(
     segments: torch.Tensor | None = None,
     *,
     calls: Calls,
-    save: Saves | None,
+    save: Saves | None = None,
 ) -> torch.Tensor:
     """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
 
     See ``queries_keys_values``, and ``attention`` for ``segments``.
     """
+    if not (segments is None or is_segments(segments)):
+        raise NotImplementedError("whole attention supports no mask other than segments")
     tensors, angles = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv], None
     sizes = replace(_sizes(attn.num_heads, calls, tensors), segmented=segments is not None)
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned

@@ -78,7 +78,7 @@ def ways(forward):
         checkpoint, forward, use_reentrant=False, context_fn=selective_contexts
     )
     full = functools.partial(checkpoint, forward, use_reentrant=False)
-    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(full, backend="aot_eager", fullgraph=True)
     return {
         "eager": functools.partial(gradients, forward),
         "recomputed": functools.partial(gradients, full),
