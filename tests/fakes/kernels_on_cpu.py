@@ -9,7 +9,10 @@ import sys
 import torch
 
 import run_vit_training
-from tpu_attention import choice, flash, whole
+from tpu_attention import flash, whole
+from tpu_attention.choice import resolve_attention
+from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY
+from xla_fsdp import resolve_xla
 from xla_fsdp.attention.kernel_calls import Shards
 
 
@@ -166,8 +169,9 @@ def install():
     whole.kernel = lambda s, backward: (whole_backward if backward else whole_forward)(s)
     flash.kernel = lambda s, backward: (flash_backward if backward else flash_forward)(s)
     Shards.call = called
-    hinders = choice._why_no_kernels
-    choice._why_no_kernels = lambda sharding, sizes, memory: hinders(sharding, sizes, 2**26)
+    resolve_xla.resolve_attention = lambda sharding, model, largest, _: resolve_attention(
+        sharding, model, largest, DEFAULT_VECTOR_MEMORY
+    )
 
 
 if __name__ == "__main__":
