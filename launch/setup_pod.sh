@@ -42,7 +42,7 @@ temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 archive=$temporary/$dir.tar.gz
 # Program files only, without .venv, datasets and runs; links are replaced by their targets.
-files=(run_vit_training.py check_python.py config_fields.py tpu_machines.py requirements-common.txt requirements-tpu.txt requirements-torchtpu.txt README.md features training models data xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
+files=(run_vit_training.py check_python.py config_fields.py tpu_machines.py requirements-common.txt requirements-tpu.txt requirements-torchtpu.txt README.md features training models data tpu_attention xla_fsdp torch_fsdp gpu_fsdp tools launch recipes)
 # Of the user: docs/extending.md.
 if [[ -d extensions ]]; then files+=(extensions); fi
 tar --exclude=__pycache__ -czhf "$archive" -- "${files[@]}"

@@ -17,6 +17,8 @@ import torch
 
 from torch_fsdp import torch_tpu_private
 from torch_fsdp.profiler import TorchProfiler
+from tpu_attention import jax_private
+from tpu_attention.kernels import LARGEST_VECTOR_MEMORY
 from training.backend import Profiler
 from training.errors import UsageError
 
@@ -52,6 +54,8 @@ class Device:
     """True if torch.compile was measured to make blocks faster: it is on by default then."""
     compiles_all = False
     """True if it compiles each new operation and shape, also without torch.compile."""
+    kernel_memory: int | None = None
+    """Bytes of vector memory that a TPU kernel may ask for; None if the device is no TPU."""
     written_for: Mapping[str, str] = {}
     """The versions of packages whose private names it uses."""
 
@@ -272,7 +276,8 @@ class Tpu(Device):
     fused_adamw = False
     compiler = "tpu"
     compiles_all = True
-    written_for = torch_tpu_private.WRITTEN_FOR
+    kernel_memory = LARGEST_VECTOR_MEMORY
+    written_for: Mapping[str, str] = torch_tpu_private.WRITTEN_FOR | jax_private.WRITTEN_FOR
     register = staticmethod(torch_tpu_private.register)
 
     def start(self, *, tf32: bool, products: str) -> None:

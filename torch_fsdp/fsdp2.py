@@ -26,6 +26,7 @@ from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_pro
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block, sharded_dim
 from torch_fsdp.torch_backend import TorchBackend
 from torch_fsdp.varlen import use_varlen
+from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 
@@ -87,7 +88,10 @@ class Fsdp2Backend(TorchBackend):
         if plan.varlen:
             use_varlen(model, run.model)
 
-        # Each block: weights; implementation, recomputation, torch.compile; then sharding.
+        # Attention by kernels knows images by their numbers.
+        choose_mask(model, plan.attention)
+
+        # Each block: weights; attention, form, recomputation, torch.compile; then sharding.
         blocks = []
         for name, block in units[:-1]:
             initialize(block, name)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torch_fsdp.attention import use_attention
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from training.config import RunConfig
@@ -39,6 +40,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.vit.attention_kernel.default,
 }
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 
@@ -113,6 +115,8 @@ class TorchPlan:
     varlen: bool
     """Whether attention over sequences of several images uses variable-length kernels
     (``torch_fsdp/varlen.py``), which compute only scores within an image."""
+    attention: str
+    """What computes attention in the blocks, as ``--attention`` names it."""
     blocks: TimmBlocks
     """timm's blocks, or their replacement."""
     grad_ckpt: str
@@ -150,6 +154,7 @@ def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device
 ) -> nn.Module:
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
+    use_attention(block, plan.attention)
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
         block.forward = compiled(block.forward, plan)

@@ -7,6 +7,7 @@ what ``torch_fsdp/fsdp2.py`` does to the model.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +19,7 @@ from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
+from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
@@ -29,13 +31,14 @@ from training.resolve import (
     resolve_common,
     resolve_domain,
     resolve_model,
+    sizes_of_largest,
     with_micro_batches,
 )
 from training.rules import check_rules
 from training.teachers import with_teacher
 
 if TYPE_CHECKING:
-    from models.spec import ModelSpec
+    from models.spec import ModelSizes, ModelSpec
 
 
 def resolve(
@@ -65,7 +68,9 @@ def resolve(
     )
 
     def resolve_teacher(config: RunConfig) -> TorchRun:
-        return _resolve(config, teacher_config, implementation, TimmBlocks(), processes)
+        return _resolve(
+            for_teacher(config), teacher_config, implementation, TimmBlocks(), processes
+        )
 
     return with_teacher(run, resolve_teacher)
 
@@ -158,6 +163,9 @@ def _resolve(
     if mesh.domain > 1:
         sharding = _resolve_domain(sharding, backend_config, mesh, model)
         config = replace(config, sharding=sharding)
+    if backend == "torchtpu":
+        sharding = _resolve_attention(sharding, model, sizes_of_largest(config.data, model), device)
+        config = replace(config, sharding=sharding)
     compiled: Literal["none", "block", "around attention", "step"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else implementation.compiles
@@ -173,6 +181,7 @@ def _resolve(
             and not model.sizes.attn_drop_rate
             and varlen.is_available()
         ),
+        attention=sharding.attention if backend == "torchtpu" else "sdpa",
         blocks=blocks,
         grad_ckpt=sharding.grad_ckpt,
         compile=compiled,
@@ -186,6 +195,27 @@ def _resolve(
     check_batch(run)
     blocks.check(run)
     return run
+
+
+def _resolve_attention(
+    sharding: ShardingConfig, model: ModelSpec, of_largest: ModelSizes, device: Device
+) -> ShardingConfig:
+    """Resolve ``--attention`` on TPUs. Raises UsageError."""
+    asked, domain = sharding.attention, sharding.mesh_domain
+    if domain == 1:
+        memory = device.kernel_memory
+        found = resolve_attention(sharding, model, of_largest, memory, without="plain")
+        if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
+            raise UsageError(
+                f"--attention {found.attention} requires the package jax: python3 -m pip install "
+                "-r requirements-torchtpu.txt, or use --attention plain"
+            )
+        return found
+    if asked not in ("auto", "sdpa"):  # attention over processes computes with PyTorch's
+        raise UsageError(
+            f"--attention {asked} is incompatible with --mesh_domain {domain}: use --attention sdpa"
+        )
+    return replace(sharding, attention="sdpa")
 
 
 def _resolve_domain(
@@ -248,17 +278,13 @@ def _check_simple(
         # How torch_tpu lowers collectives of several groups side by side was not tried.
         f"--mesh_dcn {mesh.dcn} on a TPU": mesh.dcn > 1 and device.compiles_all,
         # A fused kernel draws its own random numbers.
-        f"--att_dropout {dropout}": bool(dropout) and device.compiles_all and _attention_is_fused(),
+        f"--att_dropout {dropout} with --attention sdpa": (
+            bool(dropout) and config.sharding.attention == "sdpa"
+        ),
     }
     for what, is_on in refused.items():
         if is_on:
             raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
-
-
-def _attention_is_fused() -> bool:
-    from timm.layers import use_fused_attn  # only here: timm takes a second
-
-    return use_fused_attn() > 0
 
 
 SIMPLE = FsdpImplementation(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.initialize import cast_buffers
 from models.spec import Units
+from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import (
     OUTER,
@@ -34,6 +35,7 @@ from torch_fsdp.parallel_plan import (
 )
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
+from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
 from training.checkpoints.state import Chunk, ShardedTensor
 
@@ -259,9 +261,12 @@ class SimpleFsdpBackend(TorchBackend):
         plan = self._plan
         layouts: dict[nn.Parameter, Layout] = {}
 
-        # Each block: weights, shards, recomputation.
+        choose_mask(model, plan.attention)
+
+        # Each block: weights, attention, shards, recomputation.
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
+            use_attention(block, plan.attention)
             cast_buffers(block, plan.dtype)
             unit = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:

@@ -363,6 +363,7 @@ class TorchBackend(abc.ABC):
             str(self._plan.blocks),
         ]
         flags = {
+            f"{self._plan.attention} attention": self._plan.attention != "sdpa",
             "moments in bf16": self._rounds_moments,
             "torch.compile": config.compile,
             "channels last": config.channels_last,

@@ -4,6 +4,7 @@ Before using another version of torch_tpu, compare these functions with its sour
 only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
+import hashlib
 import importlib.util
 import runpy
 from collections.abc import Callable, Sequence
@@ -119,6 +120,27 @@ def compile_graph(
 def barrier(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the tensors through XLA's optimization barrier."""
     return torch.ops.tpu._optimization_barrier(list(tensors))
+
+
+def call_kernel(
+    module: str,
+    inputs: Sequence[torch.Tensor],
+    results: Sequence[tuple[Sequence[int], torch.dtype]],
+) -> list[torch.Tensor]:
+    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+
+    ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+    from torch_tpu._internal.pallas import tpu_torch_pallas
+
+    name, key = "vit", hashlib.blake2b(module.encode(), digest_size=16).hexdigest()
+    if not tpu_torch_pallas.lookup_custom_kernel(name, key):
+        parsed = tpu_torch_compile.parse_mlir_text(module)
+        artifact = tpu_torch_compile.serialize_mlir_portable_artifact(parsed)
+        tpu_torch_pallas.register_custom_kernel(name, key, serialized_mlir_module=artifact)
+    shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results]
+    return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
 
 
 class AbsentRanks(dist.Store):

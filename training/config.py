@@ -475,6 +475,16 @@ class ShardingConfig:
         "for up to 16,384 tokens, else ring",
         requires=("mesh_domain",),
     )
+    attention: Literal["auto", "sdpa", "plain", "flash", "whole"] = flag(
+        "auto",
+        "attention implementation on TPUs; sdpa: PyTorch's; plain: products and a softmax "
+        "(TorchTPU; XLA makes the same of sdpa); flash: Pallas kernels that hold a few scores at a "
+        "time; whole: Pallas kernels that hold all scores of an image, up to 1024 tokens; auto: "
+        "whole, or flash above 1024 tokens, where the kernels support the model, such as without "
+        "--att_dropout, else plain, or sdpa on XLA (flash and whole are experimental: not yet run "
+        "on a TPU)",
+        requires=("backend=xla|backend=torchtpu",),
+    )
     mesh_tensor: int = flag(
         1,
         "number of devices that the attention heads and MLP columns of each block are sharded "

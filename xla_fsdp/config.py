@@ -49,14 +49,6 @@ class XlaConfig:
         "compile the blocks as one loop, so that compile time does not grow with depth (SPMD) "
         "(default: on if all blocks have the same structure and no graph break separates them)",
     )
-    attention: Literal["auto", "sdpa", "flash", "whole"] = flag(
-        "auto",
-        "attention implementation; sdpa: PyTorch's, which stores all attention scores; flash: "
-        "Pallas kernels that hold a few scores at a time (TPU, without --att_dropout); whole: "
-        "Pallas kernels that hold all scores of an image, up to 1024 tokens (TPU, without "
-        "--att_dropout); auto: on a TPU whole, or flash above 1024 tokens, where the kernels "
-        "support the model, else sdpa (flash and whole are experimental: not yet run on a TPU)",
-    )
     residual_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
         "dtype of the residual stream with --precision bf16; fp32: as with autocast; bf16: halves "

@@ -17,10 +17,10 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from models.spec import ModelSpec
+from tpu_attention.kernels import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from training.config import RunConfig
 from training.mesh import Mesh
 from training.step_sizes import StepSizes, state_bytes, step_sizes, summed
-from xla_fsdp.attention.kernels import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.tpu import Chip
 
@@ -306,7 +306,11 @@ def resolve_policy(
         usable, estimates = _USABLE * chip.hbm_bytes, dict[str, Estimate]()
         for name, candidate in configs.items():
             of_blocks = functools.partial(
-                estimate, chip=chip, mesh=mesh, config=candidate, attention=xla.attention
+                estimate,
+                chip=chip,
+                mesh=mesh,
+                config=candidate,
+                attention=config.sharding.attention,
             )
             estimates[name] = summed(of_blocks, step_sizes(model))
         figures = ", ".join(

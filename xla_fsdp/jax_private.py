@@ -1,4 +1,5 @@
-"""All uses of the undocumented interface of jax and jaxlib.
+"""All uses of the undocumented interface of jax and jaxlib, but for those that lower a kernel
+(``tpu_attention/jax_private.py``).
 
 JAX is imported only when these functions are called, because ``compile_only`` must first set the
 environment that keeps it off the TPU. MLIR modules, operations and values are jaxlib's.
@@ -7,8 +8,7 @@ environment that keeps it off the TPU. MLIR modules, operations and values are j
 from collections.abc import Callable, Sequence
 from typing import Any
 
-WRITTEN_FOR = {"jax": "0.7.1", "jaxlib": "0.7.1"}
-
+from tpu_attention.jax_private import WRITTEN_FOR as WRITTEN_FOR
 
 # -- StableHLO modules ----------------------------------------------------------------
 
@@ -115,22 +115,3 @@ def result_shardings(executable: Any) -> list[str]:
 
     shardings = executable.get_output_shardings() or []
     return [str(xla_client.HloSharding.from_proto(sharding)) for sharding in shardings]
-
-
-def lower_for_tpu(function: Callable, arrays: Sequence[Any]) -> Any:
-    """Lower a function of arrays of these shapes for TPUs, on any machine; returns the module, as
-    for export: in the second newest format, as libtpu 0.0.21 does not read the newest."""
-    import jax
-    from jax._src import cloud_tpu_init
-    from jax._src.interpreters import mlir
-
-    # On a TPU's host JAX would ask that TPU, which is not JAX's here, for its software's version.
-    on_tpu_host = cloud_tpu_init.running_in_cloud_tpu_vm
-    cloud_tpu_init.running_in_cloud_tpu_vm = False
-    for_export = mlir.LoweringParameters(for_export=True)
-    try:
-        traced = jax.jit(function).trace(*arrays)
-        lowered = traced.lower(lowering_platforms=("tpu",), _private_parameters=for_export)
-    finally:
-        cloud_tpu_init.running_in_cloud_tpu_vm = on_tpu_host
-    return lowered.compiler_ir()

@@ -14,7 +14,7 @@ from torch import nn
 
 from models.blocks import logical_axes
 from training.mesh import Axes, Spec
-from xla_fsdp.attention.kernels import Shards
+from xla_fsdp.attention.kernel_calls import Shards
 from xla_fsdp.hosts import device_order
 from xla_fsdp.parallel_plan import XlaRun, packed_parts, tensor_dims
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments

@@ -7,7 +7,6 @@ Modules keep timm's names; hooks and replaced methods change what they compute.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +16,15 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_m
 from models.initialize import fill_buffers
 from models.positions import Constant
 from models.spec import Units
+from tpu_attention.choice import choose_mask
+from tpu_attention.flash import use_flash
+from tpu_attention.whole import use_whole
 from training.backend import InitializeModule
 from xla_fsdp import around_blocks
 from xla_fsdp.attention import sharded
-from xla_fsdp.attention.flash import use_flash
-from xla_fsdp.attention.whole import use_whole
+from xla_fsdp.attention.kernel_calls import ONE_DEVICE
 from xla_fsdp.layout import MeshLayout, mark_both
-from xla_fsdp.parallel_plan import XlaPlan, XlaRun
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.products import multiply_unfolded, normalize_unfolded
 from xla_fsdp.remat import SAVED_BY, SaveInput
 from xla_fsdp.scan import ScannedBlocks
@@ -41,7 +42,7 @@ def parallelize_spmd(
 ) -> nn.Module:
     """Make ``model`` one program for all devices, with sharding annotations for the partitioner."""
     plan, mesh = run.plan, run.mesh
-    _choose_mask(model, plan)
+    choose_mask(model, plan.attention)
     for stack in run.model.stacks:
         blocks = [(name, block) for name, block in units[:-1] if name.rpartition(".")[0] == stack]
         entry: nn.Module  # the module that receives the first block's input
@@ -207,16 +208,16 @@ def parallelize_nested(
 ) -> nn.Module:
     """Wrap each block, then the model, in torch_xla's FSDP on this process's ``device``."""
     plan = run.plan
-    _choose_mask(model, plan)
+    choose_mask(model, plan.attention)
     blocks: list[nn.Module] = []
     for name, block in units[:-1]:
         initialize(block, name)
         fill_buffers(block, constant)
         # Attention: by kernels, or PyTorch's.
         if plan.attention == "flash":
-            use_flash(block)
+            use_flash(block, ONE_DEVICE)
         elif plan.attention == "whole":
-            use_whole(block)
+            use_whole(block, ONE_DEVICE)
         # Rematerialize inside the unit, so that its weights are gathered again for it.
         if plan.grad_ckpt == "full" and _trains(block):
             checkpoint_module(block)
@@ -264,13 +265,6 @@ def _nested_unit(module: nn.Module, run: XlaRun, device: torch.device) -> nn.Mod
     if not by_row:
         scatter_gradients_as_rows(unit, devices)
     return unit
-
-
-def _choose_mask(model: Any, plan: XlaPlan) -> None:
-    """Let a model of several images per sequence (``ModelSpec.segments``) pass segments to its
-    blocks if attention runs in kernels; by default it passes a boolean mask."""
-    if hasattr(model, "mask_of") and plan.attention in ("flash", "whole"):
-        model.mask_of = lambda segments: segments
 
 
 def _trains(module: nn.Module) -> bool:

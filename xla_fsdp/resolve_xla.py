@@ -7,9 +7,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from models.blocks import why_no_tensor_parallel
+from tpu_attention.choice import for_teacher, resolve_attention
+from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
@@ -27,7 +27,6 @@ from training.resolve import (
 from training.rules import check_rules
 from training.teachers import with_teacher
 from xla_fsdp import torch_xla_private, tpu
-from xla_fsdp.attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY, WholeSizes
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.environment import check_device, check_variables, device_type
 from xla_fsdp.estimates import resolve_policy
@@ -36,7 +35,7 @@ from xla_fsdp.torch_xla_private import host_tpu
 from xla_fsdp.tpu import Topology
 
 if TYPE_CHECKING:
-    from models.spec import ModelSizes, ModelSpec
+    from models.spec import ModelSpec
 
 
 def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
@@ -57,9 +56,10 @@ def resolve(config: RunConfig, xla: XlaConfig) -> XlaRun:
         xla_fsdp=run.backend_config.xla_fsdp,
         mark_step_every_n_blocks=0,
         scan_blocks=None if xla.scan_blocks else xla.scan_blocks,
-        attention="sdpa" if xla.attention == "sdpa" else "auto",
     )
-    return with_teacher(run, lambda config: resolve_for_slice(config, teacher_xla, None))
+    return with_teacher(
+        run, lambda config: resolve_for_slice(for_teacher(config), teacher_xla, None)
+    )
 
 
 def resolve_for_slice(
@@ -139,8 +139,12 @@ def resolve_for_slice(
     if device == "TPU":
         generation = topology.generation if topology else host_tpu().version()
     largest = sizes_of_largest(config.data, model)
-    xla = _resolve_attention(sharding, xla, model, largest, generation)
-    if device == "TPU" and config.sharding.grad_ckpt == "auto":
+    memory = None
+    if generation is not None:
+        memory = LARGEST_VECTOR_MEMORY if generation > 4 else DEFAULT_VECTOR_MEMORY
+    sharding = resolve_attention(sharding, model, largest, memory)
+    config = replace(config, sharding=sharding)
+    if device == "TPU" and sharding.grad_ckpt == "auto":
         chip = topology.chip if topology else tpu.CHIPS_BY_KIND.get(tpu.kind_here())
     config, why_policy = resolve_policy(config, xla, model, mesh, device, chip)
     sharding = config.sharding
@@ -149,7 +153,7 @@ def resolve_for_slice(
     plan = XlaPlan(
         fsdp=not sharding.run_without_fsdp,
         scan=bool(xla.scan_blocks),
-        attention=xla.attention,
+        attention=sharding.attention,
         domain_attention=sharding.domain_attention if exchanges else None,
         grad_ckpt=sharding.grad_ckpt,
         bf16=sharding.precision == "bf16",
@@ -220,73 +224,10 @@ def _resolve_scan(policy: str, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
     return replace(xla, scan_blocks=scan)
 
 
-FLASH_FROM = 1025
-"""The number of tokens from which "auto" selects flash attention."""
 GATHER_UP_TO = 16_384
 """The number of tokens up to which "auto" gathers keys over "domain": by the TPU compiler's
 estimate the step is shorter than with a ring, and memory is the same
 (docs/evidence/domain_parallelism.md)."""
-WIDEST_HEAD = 256
-"""The largest head width whose rows the kernels hold in a TPU core's vector memory."""
-
-
-def _resolve_attention(
-    sharding: ShardingConfig,
-    xla: XlaConfig,
-    model: ModelSpec,
-    of_largest: ModelSizes,
-    generation: int | None,
-) -> XlaConfig:
-    """Resolve ``--attention``. ``of_largest``: the model's sizes with its largest images;
-    ``generation``: the TPU's, None without a TPU. Raises UsageError for kernels that cannot be
-    used."""
-    stacks = [*model.stacks.values()]
-    if len(stacks) == 1:
-        stacks = [of_largest]
-    largest = max(stacks, key=lambda sizes: sizes.num_tokens)
-    reasons = (_why_no_kernels(sharding, sizes, generation) for sizes in stacks)
-    no_kernels = next(filter(None, reasons), None)
-    dtype = torch.bfloat16 if sharding.precision == "bf16" else torch.float32
-    tensor, domain = sharding.mesh_tensor, sharding.mesh_domain
-    needed = max(
-        WholeSizes(1, s.num_tokens, s.num_heads // tensor, s.head_dim, dtype).vector_memory()
-        for s in stacks
-    )
-    no_whole = no_kernels
-    if no_kernels:
-        pass
-    elif largest.num_tokens >= FLASH_FROM:
-        no_whole = f"supports up to {FLASH_FROM - 1:,} tokens, not {largest.num_tokens:,}"
-    elif domain > 1:
-        no_whole = f"is incompatible with --mesh_domain {domain}"
-    elif needed > (LARGEST_VECTOR_MEMORY if (generation or 0) > 4 else DEFAULT_VECTOR_MEMORY):
-        heads = largest.num_heads // tensor
-        no_whole = f"exceeds the vector memory with {heads} heads of width {largest.head_dim}"
-
-    if xla.attention != "auto":
-        if reason := {"flash": no_kernels, "whole": no_whole}.get(xla.attention):
-            raise UsageError(f"--attention {xla.attention} {reason}: use --attention sdpa")
-        return xla
-    if not no_kernels and largest.num_tokens >= FLASH_FROM:
-        return replace(xla, attention="flash")
-    return replace(xla, attention="sdpa" if no_whole else "whole")
-
-
-def _why_no_kernels(
-    sharding: ShardingConfig, sizes: ModelSizes, generation: int | None
-) -> str | None:
-    if generation is None:
-        return "requires a TPU"
-    if sizes.attn_drop_rate:
-        return f"does not support --att_dropout {sizes.attn_drop_rate}"
-    tensor, domain = sharding.mesh_tensor, sharding.mesh_domain
-    if tensor > 1 and domain > 1:
-        return f"does not support --mesh_domain {domain} together with --mesh_tensor {tensor}"
-    if sizes.head_dim > WIDEST_HEAD:
-        return f"supports heads up to {WIDEST_HEAD} wide, not {sizes.head_dim}"
-    if sizes.value_dim != sizes.head_dim:
-        return f"requires values as wide as keys ({sizes.head_dim}), not {sizes.value_dim}"
-    return None
 
 
 def slice_count() -> int:

@@ -14,7 +14,7 @@ from timm.layers import GluMlp, SwiGLU
 from torch import nn
 
 from models.blocks import Qkv, queries_keys_values
-from xla_fsdp.attention import flash, whole
+from tpu_attention import flash, whole
 from xla_fsdp.layout import MeshLayout, gather, mark_both, scatter
 from xla_fsdp.parallel_plan import XlaPlan
 from xla_fsdp.products import add_bias, product
@@ -75,21 +75,19 @@ def shard_heads_and_columns(
             qkv = [by_columns(x, getattr(attn, name), f"attn.{name}") for name in names]
         # The product with a part of the heads on each device: (batch, tokens, heads x width).
         if plan.attention == "whole":
-            y = whole.attend(attn, qkv, rope, attn_mask, shards=shards, save=save)
+            y = whole.attend(attn, qkv, rope, attn_mask, calls=shards, save=save)
+        elif plan.attention == "flash":
+            y = flash.attend(attn, qkv, rope, attn_mask, calls=shards)
         else:
+            # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds batch
+            # and heads into one dimension, which cannot be sharded along two axes; einsum is one
+            # product to XLA.
             q, k, v = queries_keys_values(attn, qkv, rope)
-            if plan.attention == "flash":
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                y = flash.attention(q, k, v, shards, attn_mask).transpose(1, 2).flatten(2)
-            else:
-                # As PyTorch does, with dropout. Not by F.scaled_dot_product_attention: it folds
-                # batch and heads into one dimension, which cannot be sharded along two axes; einsum
-                # is one product to XLA.
-                scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
-                if attn_mask is not None:
-                    scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
-                weights = attn.attn_drop(scores.softmax(dim=-1))
-                y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
+            scores = torch.einsum("bqhd,bkhd->bhqk", q * attn.scale, k)
+            if attn_mask is not None:
+                scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+            weights = attn.attn_drop(scores.softmax(dim=-1))
+            y = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2)
         y = attn.norm(mark_both(y, layout.mark_columns))
         return attn.proj_drop(by_rows(y, attn.proj, "attn.proj"))
 

@@ -114,13 +114,6 @@ def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-def kernel_config(lowered: Any) -> str | None:
-    """Return the configuration of the first Mosaic kernel in a module that JAX lowered, as JSON."""
-    from torch_xla.experimental.custom_kernel import _extract_backend_config
-
-    return _extract_backend_config(lowered)
-
-
 lowering_context = partial(_xlac, "lowering.LoweringContext")
 """(name) -> a context that lowers recorded computations and numbers the data they are given."""
 

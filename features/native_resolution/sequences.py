@@ -179,7 +179,7 @@ class PackedSplit(RearrangedSplit):
     another image, resized to the same grid, in training, and by padding in validation.
 
     Segments are numbered along a sequence and followed by padding, except for broken images:
-    attention on TPUs (``xla_fsdp.attention.whole.windows``) is correct in any order, but fast in
+    attention on TPUs (``tpu_attention.whole.windows``) is correct in any order, but fast in
     this one.
     """
 

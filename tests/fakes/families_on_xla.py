@@ -20,8 +20,9 @@ from models.spec import ModelSpec
 from tests.fakes.filled import SMALL
 from tests.fakes.scan_on_xla import scanned
 from tools.self_check.small_run import first_weights
+from tpu_attention import flash
 from xla_fsdp.around_blocks import compute_in_bf16
-from xla_fsdp.attention import flash
+from xla_fsdp.attention.kernel_calls import ONE_DEVICE
 
 NAMES = {
     "plain": "vit_base_patch16_224",
@@ -117,13 +118,13 @@ def calls_of_flash(name: str) -> int:
     model.eval()
     expected, shapes = model(images), []
 
-    def attention(q, k, v, shards):
+    def attention(q, k, v, calls):
         shapes.append(q.shape)
         return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
 
     flash.attention = attention
     for block in model.blocks:
-        flash.use_flash(block)
+        flash.use_flash(block, ONE_DEVICE)
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
     assert set(shapes) == {(2, 2, spec.sizes.num_tokens, spec.sizes.head_dim)}
     return len(shapes)

@@ -1,6 +1,6 @@
 """Prints, as JSON, how far flash attention is from PyTorch's: the kernels run by an interpreter.
 
-What is tested is xla_fsdp.attention.flash itself, on CPU tensors: only the call of a lowered
+What is tested is tpu_attention.flash itself, on CPU tensors: only the call of a lowered
 kernel is replaced by the JAX function that was lowered.
 """
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 
-from xla_fsdp.attention import flash, kernels, pallas
-from xla_fsdp.attention.kernels import FlashSizes
+from tpu_attention import flash, kernels, pallas
+from tpu_attention.kernels import Calls, FlashSizes
 
 # tokens, heads, width of a head, dtype: one block of keys or several, of queries in one span or in
 # several; heads that share a register, that have one or two, and that are padded to that.
@@ -30,10 +30,17 @@ _IN_SPANS = 1200
 """Tokens of the case whose queries are divided into spans."""
 
 
+class Interpreted(Calls):
+    """Calls what stands in the place of a lowered kernel."""
+
+    def call(self, kernel, sizes, parts, *, backward):
+        return kernel(sizes, backward=backward)(parts)
+
+
 @functools.cache
-def interpreted(s: FlashSizes, scale: float, *, backward: bool):
+def interpreted(s: FlashSizes, *, backward: bool):
     name = "flash_backward" if backward else "flash_forward"
-    function = jax.jit(getattr(pallas, name)(s, scale))
+    function = jax.jit(getattr(pallas, name)(s))
 
     def call(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
         given = (
@@ -59,14 +66,15 @@ def compare(tokens: int, heads: int, width: int, dtype: torch.dtype) -> dict[str
     weights = torch.randn(1, heads, tokens, width)
     used: list[FlashSizes] = []
 
-    def kernel(s: FlashSizes, scale: float, *, backward: bool):
+    def kernel(s: FlashSizes, *, backward: bool):
         used.append(s)
-        return interpreted(s, scale, backward=backward)
+        return interpreted(s, backward=backward)
 
     flash.kernel = kernel
     kernels._QUERY_GRADIENT_BYTES = 4 * 128 * (640 if tokens == _IN_SPANS else 2**13)
     expected = gradients(F.scaled_dot_product_attention, inputs, weights)
-    found = gradients(flash.attention, [x.to(dtype) for x in inputs], weights)
+    by_kernels = functools.partial(flash.attention, calls=Interpreted())
+    found = gradients(by_kernels, [x.to(dtype) for x in inputs], weights)
     return {
         "errors": [
             ((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)

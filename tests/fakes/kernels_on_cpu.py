@@ -9,8 +9,11 @@ import sys
 import torch
 
 import run_vit_training
+from tpu_attention import flash, whole
+from tpu_attention.choice import resolve_attention
+from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY
 from xla_fsdp import resolve_xla
-from xla_fsdp.attention import flash, whole
+from xla_fsdp.attention.kernel_calls import Shards
 
 
 def of_whole(sizes, parts):
@@ -125,10 +128,10 @@ def of_flash(sizes, parts):
     return *(apart(sizes, part) for part in parts[:3]), seen
 
 
-def flash_forward(sizes, scale):
+def flash_forward(sizes):
     def call(parts):
         q, k, v, seen = of_flash(sizes, parts)
-        scores = scaled(q, sizes.width, round(scale**-2)) @ k.mT
+        scores = scaled(q, sizes.width, round(sizes.scale**-2)) @ k.mT
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest).exp() * seen
         sums = weights.sum(-1, keepdim=True)
@@ -139,13 +142,13 @@ def flash_forward(sizes, scale):
     return call
 
 
-def flash_backward(sizes, scale):
+def flash_backward(sizes):
     def call(parts):
         q, k, v, seen = of_flash(sizes, parts)
         *rows, grad = parts[3 + sizes.masked + sizes.segmented :]
         assert [tuple(row.shape) for row in rows] == [sizes.statistic_shape] * 2
         statistics, inner = (row.flatten(1, 2)[..., None] for row in rows)
-        grad, width = apart(sizes, grad), round(scale**-2)
+        grad, width = apart(sizes, grad), round(sizes.scale**-2)
         q = scaled(q, sizes.width, width)
         weights = (q @ k.mT - statistics).exp() * seen
         of_scores = weights * (grad @ v.mT - inner)
@@ -158,13 +161,17 @@ def flash_backward(sizes, scale):
     return call
 
 
+def called(shards, kernel, sizes, parts, *, backward):
+    return kernel(sizes, backward=backward)(parts)
+
+
 def install():
     whole.kernel = lambda s, backward: (whole_backward if backward else whole_forward)(s)
-    flash.kernel = lambda s, scale, backward: (flash_backward if backward else flash_forward)(
-        s, scale
+    flash.kernel = lambda s, backward: (flash_backward if backward else flash_forward)(s)
+    Shards.call = called
+    resolve_xla.resolve_attention = lambda sharding, model, largest, _: resolve_attention(
+        sharding, model, largest, DEFAULT_VECTOR_MEMORY
     )
-    hinders = resolve_xla._why_no_kernels
-    resolve_xla._why_no_kernels = lambda config, sizes, generation: hinders(config, sizes, 5)
 
 
 if __name__ == "__main__":

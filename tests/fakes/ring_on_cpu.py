@@ -11,9 +11,9 @@ import jax.experimental.pallas as pl
 import torch
 import torch.nn.functional as F
 
-from tests.fakes.flash_on_cpu import gradients, interpreted
+from tests.fakes.flash_on_cpu import Interpreted, gradients, interpreted
+from tpu_attention import flash
 from xla_fsdp import scan
-from xla_fsdp.attention import flash
 from xla_fsdp.attention.sharded import FlashProducts, Ring
 
 # (devices, tokens, width of a head): parts that the kernels take as they are, and padded ones.
@@ -45,7 +45,7 @@ def main() -> None:
         torch.manual_seed(tokens)
         inputs = [torch.randn(1, 2, tokens, width) for _ in range(3)]
         weights = torch.randn(1, 2, tokens, width)
-        ring = Ring(devices, FlashProducts(), same, same)
+        ring = Ring(devices, FlashProducts(Interpreted()), same, same)
         found = gradients(ring.attention, inputs, weights)
         expected = gradients(F.scaled_dot_product_attention, inputs, weights)
         errors.append(

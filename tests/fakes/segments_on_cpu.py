@@ -1,6 +1,6 @@
 """Prints, as JSON, what attention within segments computes: an interpreter runs the kernels.
 
-What is tested is ``attention`` of xla_fsdp.attention.flash and whole themselves, on CPU tensors, as
+What is tested is ``attention`` of tpu_attention.flash and whole themselves, on CPU tensors, as
 in ``flash_on_cpu`` and ``whole_on_cpu``, beside PyTorch's with a matrix of booleans.
 """
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.fakes import flash_on_cpu, whole_on_cpu
-from xla_fsdp.attention import flash, kernels, whole
+from tests.fakes.flash_on_cpu import Interpreted
+from tpu_attention import flash, kernels, whole
 
 # tokens, heads, width of a head, dtype, tokens of each segment of the two images, the rest is
 # padding: blocks of keys and of queries, segments that cross them, queries in one span or in
@@ -34,7 +35,11 @@ CASES = {
 }
 _IN_SPANS = 1408
 """Tokens of the case whose queries are divided into spans."""
-ATTENTION = {"flash": flash.attention, "whole": whole.attention}
+CALLS = {"calls": Interpreted()}
+ATTENTION = {
+    "flash": functools.partial(flash.attention, **CALLS),
+    "whole": functools.partial(whole.attention, **CALLS),
+}
 
 
 def segments_of(tokens: int, lengths: list[list[int]]) -> torch.Tensor:

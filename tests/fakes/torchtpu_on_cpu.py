@@ -2,7 +2,8 @@
 
 - A plugin lets XLA compute there (tests/hardware/torchtpu/conftest.py).
 - torch_tpu looks for TPUs on the PCI bus: it finds as many as this host has processes.
-- TorchTPU's kernel for attention is the TPU's, and so is its account of memory.
+- Kernels for attention, TorchTPU's and this program's, are the TPU's, and so is its account of
+  memory.
 - Several processes have no ICI: their tensors go over the host, by gloo. One process has
   torch_tpu's own collectives.
 """
@@ -124,6 +125,7 @@ def on_the_host() -> None:
     set_fused_attn(False)
     domain.F = types.SimpleNamespace(pad=F.pad, scaled_dot_product_attention=by_plain_products)
     devices.Tpu.memory = lambda self: {}
+    devices.Tpu.kernel_memory = None
     if os.environ.get("WORLD_SIZE", "1") != "1":
         tpu_distributed.create_process_group = OverTheHost
         # The runtime would look for the devices of all processes: it reads C's environment, where

@@ -1,6 +1,6 @@
 """Prints, as JSON, how far attention by whole sequences is from timm's: an interpreter runs it.
 
-What is tested is xla_fsdp.attention.whole itself, on CPU tensors: only the call of a lowered kernel
+What is tested is tpu_attention.whole itself, on CPU tensors: only the call of a lowered kernel
 is replaced by the JAX function that was lowered.
 """
 
@@ -16,8 +16,9 @@ import torch
 from timm.layers import Attention, AttentionRope
 from timm.models.eva import EvaAttention
 
-from xla_fsdp.attention import pallas, whole
-from xla_fsdp.attention.kernels import WholeSizes
+from tests.fakes.flash_on_cpu import Interpreted
+from tpu_attention import pallas, whole
+from tpu_attention.kernels import WholeSizes
 
 # tokens, heads, width of a head, dtype, timm's options: heads that share registers and that have
 # their own, columns that fill whole registers or not, one block of queries or several.
@@ -85,14 +86,14 @@ def compare(tokens: int, heads: int, width: int, dtype: str, options: dict) -> d
     x = torch.randn(2, tokens, heads * width)
     expected = gradients(attention, x)
     by_kernels = copy.deepcopy(attention)
-    whole.use_whole(by_kernels)
+    whole.use_whole(by_kernels, Interpreted())
     kind = getattr(torch, dtype)
     found = gradients(by_kernels.to(kind), x.to(kind))
     plain = (torch.randn(2, heads, tokens, width) for _ in range(3))
     q, k, v = (each.to(kind) for each in plain)
     product = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (q, k, v)))
     sizes = WholeSizes(2, tokens, heads, width, kind)
-    pairs = [*zip(found, expected, strict=True), (whole.attention(q, k, v), product)]
+    pairs = [*zip(found, expected, strict=True), (whole.attention(q, k, v, Interpreted()), product)]
     return {
         # Of the bias of keys' norm the gradient is 0.
         "errors": [((a.float() - b).norm() / (b.norm() + 1)).item() for a, b in pairs],
@@ -116,7 +117,7 @@ def compare_rotary(
     x = torch.randn(2, tokens, heads * width)
     expected = gradients(attention, x, rope)
     by_kernels = copy.deepcopy(attention)
-    whole.use_whole(by_kernels)
+    whole.use_whole(by_kernels, Interpreted())
     given = getattr(torch, dtype)
     rotated: list[bool] = []
     whole.kernel = lambda sizes, backward: (

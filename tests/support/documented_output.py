@@ -71,8 +71,9 @@ def quoted_after(command: Command) -> list[str]:
 # -- what the program prints ----------------------------------------------------------
 
 PROGRAM = (
-    "benchmarks data features gpu_fsdp launch models tools torch_fsdp training xla_fsdp".split()
-)
+    "benchmarks data features gpu_fsdp launch models tools "
+    "torch_fsdp tpu_attention training xla_fsdp"
+).split()
 _HOLE = "\0"
 _FORMATTED = re.compile(r"%[\d.]*[dfgs]|\{\w*(?::[^{}]*)?\}")
 _CUT = re.compile(r"[,;:](?=\s|$)|[()\[\]]|\s{2,}|[\n|]")

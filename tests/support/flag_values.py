@@ -85,6 +85,7 @@ XLA_ONLY, CUDA_ONLY, FSDP2_ONLY = "XLA only", "CUDA only", "FSDP2 only"
 
 
 NOT_ON_GPUS = {
+    **{f"--attention {how}": "TPUs only" for how in ("auto", "sdpa", "plain", "flash", "whole")},
     "--grad_ckpt offload": XLA_ONLY,
     "--domain_attention gather": XLA_ONLY,
     "--mesh_tensor 2": XLA_ONLY,

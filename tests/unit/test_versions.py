@@ -9,6 +9,7 @@ from models import timm_private
 from tests.support.cli import ROOT
 from tests.support.launching import pins
 from torch_fsdp import torch_tpu_private
+from tpu_attention import jax_private as kernels_private
 from training import errors
 from training.flags import by_field
 from xla_fsdp import jax_private, torch_xla_private
@@ -19,7 +20,7 @@ MODULES = {
     "requirements-tpu.txt": (torch_xla_private, jax_private, timm_private),
     "requirements-gpu.txt": (megatron_private, timm_private),
     "requirements-gpu-cu128.txt": (megatron_private, timm_private),
-    "requirements-torchtpu.txt": (torch_tpu_private, timm_private),
+    "requirements-torchtpu.txt": (torch_tpu_private, kernels_private, timm_private),
 }
 PRIVATE = re.compile(
     r"_XLAC|torch_xla\._(?!private)|jax\._src|jaxlib import _|cloud_tpu_init|pallas\._|_orig_name|"
@@ -45,7 +46,10 @@ def test_the_page_on_platforms_names_what_is_pinned():
         assert [pins(file).get(package, "-") for file in files] == versions, package
 
 
-@pytest.mark.parametrize("folder", ["xla_fsdp", "torch_fsdp", "gpu_fsdp", "training", "features"])
+FOLDERS = "tpu_attention xla_fsdp torch_fsdp gpu_fsdp training features".split()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_they_stand_nowhere_else(folder):
     for path in (ROOT / folder).rglob("*.py"):
         if not path.name.endswith("_private.py"):

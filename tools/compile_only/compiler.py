@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools.compile_only.hlo import types_of
+from tpu_attention.kernels import COUNTED, Counted
 from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import environment, jax_private
-from xla_fsdp.attention.kernels import COUNTED, Counted
 from xla_fsdp.tpu import CHIPS, VARIABLE, Topology, raise_if_refused
 
 JAX_WITHOUT_TPU = {

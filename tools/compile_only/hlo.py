@@ -373,7 +373,7 @@ def count_flops(traced: str, int8_speedup: int = 1) -> float:
                 continue
             total += sum(flops for flops, _ in products_of(instruction, int8_speedup))
             total += sum(instruction.rounds * flops_of(part) for part in instruction.scheduled)
-            # A Pallas kernel declares those of a device (xla_fsdp.attention.kernels).
+            # A Pallas kernel declares those of a device (tpu_attention.kernels).
             if declared := _FLOPS_OF_KERNEL.search(instruction.text):
                 part, devices = instruction, 1.0
                 while part.operands and "SPMDFullToShardShape" not in part.text:

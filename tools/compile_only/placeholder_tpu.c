@@ -65,7 +65,7 @@ typedef struct {
   void *next;
   Function *destroy, *serialize, *of_client, *of_buffer, *of_topology, *of_results;
 } Layouts;
-enum { LAYOUTS = 4 };  // its type
+enum { LAYOUTS = 4, TPU_TOPOLOGY = 16 };  // types of extensions
 
 typedef struct {
   size_t struct_size;
@@ -576,14 +576,20 @@ const void *GetPjrtApi(void) {
   libtpu = (Function **)(theirs + FIRST_FUNCTION);
   ours = (Function **)(api + FIRST_FUNCTION);
 
+  // Extensions: layouts, and what describes a topology, which a Mosaic kernel is lowered by.
   static Layouts layouts;
-  for (Layouts *each = *(Layouts **)(theirs + 8); each; each = each->next)
+  Layouts *of_topology = NULL;
+  for (Layouts *each = *(Layouts **)(theirs + 8); each; each = each->next) {
     if (each->type == LAYOUTS) libtpu_layouts = each;
+    if (each->type == TPU_TOPOLOGY)
+      of_topology = memcpy(malloc(each->struct_size), each, each->struct_size);
+  }
   if (!libtpu_layouts) abort();
   size_t known = libtpu_layouts->struct_size;
   memcpy(&layouts, libtpu_layouts, known < sizeof layouts ? known : sizeof layouts);
   layouts.struct_size = sizeof layouts;
-  layouts.next = NULL;
+  if (of_topology) of_topology->next = NULL;
+  layouts.next = of_topology;
   layouts.of_client = layout_of_client, layouts.of_buffer = layout_of_buffer;
   *(Layouts **)(api + 8) = &layouts;
 

@@ -54,6 +54,8 @@ from tools.compile_only.expected import Links, expect
 from tools.compile_only.hlo import count_flops, measure
 from torch_fsdp import devices, torch_tpu_private
 from torch_fsdp.parallel_plan import TorchRun
+from tpu_attention import jax_private as kernels_private
+from tpu_attention.kernels import COUNTED, Counted, counted_here
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.rules import check_features
@@ -75,7 +77,8 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     if "," in asked.tpu_topology:
         raise UsageError(f"--compile_only accepts one slice, not {asked.tpu_topology}")
     _check_installed()
-    warn_of_others(torch_tpu_private.WRITTEN_FOR, timm_private.WRITTEN_FOR)
+    used = (torch_tpu_private, kernels_private, timm_private)
+    warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
     topology = parse_topology(asked.tpu_topology)
     if topology.generation == 4:
@@ -103,6 +106,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
                 raise UsageError(f"the TPU compiler rejects a program of the step: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
+        COUNTED.update(recorded.kernels)
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
         with reporting(f"adding up {sum(step.runs.values())} programs"):
             kernels = folder / "kernels"
@@ -202,6 +206,8 @@ class Recorded:
     host_s: float
     """The host's time for the last step, in which no device computed."""
     description: str
+    kernels: dict[str, Counted]
+    """How to count the cycles of its kernels."""
 
 
 def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
@@ -320,6 +326,7 @@ def _run_steps(
         state_bytes=sum(backend.state_bytes().values()),
         host_s=host_s,
         description=backend.describe(),
+        kernels=counted_here(),
     )
 
 

@@ -80,11 +80,10 @@ class TpuCandidate:
                 mesh_domain=self.mesh.domain,
                 mesh_tensor=self.mesh.tensor,
                 grad_ckpt=self.grad_ckpt,  # type: ignore[arg-type]
+                attention=self.attention,  # type: ignore[arg-type]
             ),
         )
-        attention: Any = self.attention
-        xla = replace(xla, tpu_topology=None, tpu_compiler="auto", attention=attention)
-        return config, xla
+        return config, replace(xla, tpu_topology=None, tpu_compiler="auto")
 
     def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
         """Return what the arithmetic expects of it."""

@@ -1,1 +1,1 @@
-"""Attention on TPUs: which implementation a block uses, and the Pallas kernels."""
+"""Attention in SPMD programs: calls of the kernels of ``tpu_attention``, tokens over devices."""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, combine_parts, use_product
-from xla_fsdp.attention.flash import Flash
-from xla_fsdp.attention.kernels import ONE_DEVICE, Shards, autocast_dtype
+from tpu_attention.flash import Flash
+from xla_fsdp.attention.kernel_calls import ONE_DEVICE, Shards
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
@@ -112,7 +112,7 @@ class TokensOverDevices:
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens,
         width)."""
-        dtype = autocast_dtype(v)
+        dtype = ONE_DEVICE.dtype(v)
         return _AttentionToAll.apply(*(x.to(dtype) for x in (q, k, v)), self)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """--compile_only --backend torchtpu: the real backend, torch_tpu and libtpu, without a TPU."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -85,10 +86,33 @@ def test_collectives_are_programs_of_their_own(two_blocks, kept):
 
 
 def test_products_of_bf16_are_at_the_default_precision(two_blocks, kept):
-    """With more, the attention kernel of torch_tpu 0.2.0 does not compile for heads of 160."""
+    """With more, SDPA's kernel of torch_tpu 0.2.0 does not compile for heads of 160."""
     modules = [path.read_text() for path in kept.glob("graph_*.hlo")]
     assert any(" convolution(" in module for module in modules)
     assert not any("highest" in module for module in modules)
+
+
+CALL = re.compile(r'"estimated_cycles":"(\d+)","custom_call_config"')
+
+
+def test_attention_is_this_programs_kernels(two_blocks, kept):
+    """One in the graph of the forward pass, and both in that of the backward pass. Of the backward
+    kernel, which a grid of three writes, a third computes: 5 products, the forward one 2."""
+    assert "whole attention" in two_blocks["sharding"]
+    found = [CALL.findall(path.read_text()) for path in kept.glob("graph_*.hlo")]
+    (forward,), (again, backward) = sorted(filter(None, found), key=len)
+    assert forward == again
+    assert 1 < int(backward) / int(forward) < 4
+    assert 0 < two_blocks["expected_kernels_s"] < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "calls"), [("plain", 0), ("flash", 3)])
+def test_other_attention(form, calls, tmp_path):
+    found = compiled(1, "--attention", form, "--hlo_dir", str(tmp_path))
+    assert f"{form} attention" in found["sharding"]
+    modules = [path.read_text() for path in tmp_path.glob("graph_*.hlo")]
+    assert sum(len(CALL.findall(module)) for module in modules) == calls
 
 
 @pytest.mark.long

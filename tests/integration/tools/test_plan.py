@@ -172,9 +172,8 @@ def test_self_distillation_is_near_the_compiler(dino):
     config, model = dino
     topology = parse_topology("v5e:8x8")
     xla = read_flags(["--compile_only", "--tpu_topology", topology.name]).xla
-    attention = resolve_for_slice(
-        replace(config, plan=False), xla, topology
-    ).backend_config.attention
+    run = resolve_for_slice(replace(config, plan=False), xla, topology)
+    attention = run.config.sharding.attention
     candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, attention, topology)
     found = summed(functools.partial(candidate.estimate, config=config), step_sizes(model))
     assert found.peak_bytes == pytest.approx(3.86e9, rel=0.15)

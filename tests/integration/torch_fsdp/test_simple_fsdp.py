@@ -17,7 +17,6 @@ from tests.support.marks import long
 from tests.support.pairs import PAIR_FLAGS
 from tests.support.resuming import DROPOUT
 from tests.support.usage_error import told_in_one_line
-from torch_fsdp import devices
 
 EAGER, TRACED = ["--fsdp", "simple"], ["--fsdp", "simple", "--compile"]
 
@@ -117,11 +116,3 @@ def test_what_is_refused(flag, capsys, tmp_path, monkeypatch):
     line = told_in_one_line(capsys, *flags, "--fake_data")
     assert line == f"--fsdp simple does not support {flag}: use --fsdp fsdp2"
     assert not (tmp_path / "x").exists()
-
-
-def test_attention_dropout_is_refused_on_a_tpu(capsys, tmp_path, monkeypatch):
-    """PyTorch's fused attention, which only plain operations can replace, draws by itself."""
-    monkeypatch.setattr(devices.Cpu, "compiles_all", True)
-    flags = ["--backend", "cuda", "--fsdp", "simple", "--att_dropout", "0.1"]
-    line = told_in_one_line(capsys, *flags, "--fake_data", "--ckpt_dir", tmp_path / "x")
-    assert line == "--fsdp simple does not support --att_dropout 0.1: use --fsdp fsdp2"

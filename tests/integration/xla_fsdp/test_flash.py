@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.cli import run_program
-from xla_fsdp.attention.kernels import FlashSizes
+from tpu_attention.kernels import FlashSizes
 
 COMPILE = "run_vit_training.py --compile_only --json --tpu_topology v5e:2x2".split()
 

@@ -80,7 +80,7 @@ def test_auto_takes_the_fastest_that_fits(flags, topology):
     chosen = run.config.sharding.grad_ckpt
     (shape,) = step_sizes(run.model)
     found = {
-        policy: TpuCandidate(run.mesh, policy, 1, run.backend_config.attention, slice_).estimate(
+        policy: TpuCandidate(run.mesh, policy, 1, run.config.sharding.attention, slice_).estimate(
             shape, run.config
         )
         for policy in POLICIES

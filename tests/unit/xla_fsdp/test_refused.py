@@ -56,7 +56,7 @@ EVERYWHERE = [
 COMPILE = "--compile_only --tpu_topology v5e:2x2"
 KERNELS = [
     ("xla", "--attention flash", "--attention flash requires a TPU: use --attention sdpa"),
-    ("cuda", "--attention flash", "--attention requires --backend xla, not cuda"),
+    ("cuda", "--attention flash", "--attention flash requires --backend xla or --backend torchtpu"),
     (
         "xla",
         f"{COMPILE} --attention flash --mesh_tensor 2 --mesh_domain 2 --num_heads 2",

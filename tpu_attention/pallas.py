@@ -20,7 +20,7 @@ import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xla_fsdp.attention.kernels import (
+from tpu_attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
     LANES,
     SUBLANES,
@@ -98,12 +98,12 @@ _ROWS = 256
 """Keys whose scores are computed at once, backward: those of a whole block would all be stored."""
 
 
-def flash_forward(s: FlashSizes, scale: float) -> Callable:
+def flash_forward(s: FlashSizes) -> Callable:
     """Return a function (q, k, v[, mask[, mask]]) -> output, statistics, log(sum(exp(scores))),
     that calls the kernel."""
     query, key, masks, statistic = _flash_blocks(s, lambda *grid: grid)
     return pl.pallas_call(
-        functools.partial(_flash_forward, s, scale),
+        functools.partial(_flash_forward, s),
         grid=(s.batch, s.groups, s.blocks, s.key_blocks),
         in_specs=[query, key, key, *masks],
         out_specs=[query, statistic],
@@ -120,7 +120,7 @@ def flash_forward(s: FlashSizes, scale: float) -> Callable:
     )
 
 
-def flash_backward(s: FlashSizes, scale: float) -> Callable:
+def flash_backward(s: FlashSizes) -> Callable:
     """Return a function (q, k, v[, mask[, mask]], statistics, inner, gradient) -> those of q, k
     and v.
 
@@ -143,7 +143,7 @@ def flash_backward(s: FlashSizes, scale: float) -> Callable:
         lambda image, group, span, key_block, _: (image, span, key_block, group),
     )
     return pl.pallas_call(
-        functools.partial(_flash_backward, s, scale),
+        functools.partial(_flash_backward, s),
         grid=(s.batch, s.groups, s.spans, s.key_blocks, s.span_blocks),
         in_specs=[query, key, key, *masks, statistic, statistic, query],
         out_specs=[pl.BlockSpec((1, s.block, s.lanes), written), key_gradient, key_gradient],
@@ -182,9 +182,7 @@ def _flash_blocks(
     )
 
 
-def _flash_forward(
-    s: FlashSizes, scale: float, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any
-) -> None:
+def _flash_forward(s: FlashSizes, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
     """Add a block of keys to the sums of a block of queries so far: online softmax."""
     *masks, output_ref, statistics_ref, largest_ref, sums_ref, total_ref = refs
     block = pl.program_id(3)
@@ -207,8 +205,8 @@ def _flash_forward(
             scores += hidden
         before = largest_ref[number][:, :1]
         largest = jnp.maximum(before, scores.max(1, keepdims=True))
-        weights = jnp.exp2((scores - largest) * (scale * math.log2(math.e)))
-        rescale = jnp.exp2((before - largest) * (scale * math.log2(math.e)))
+        weights = jnp.exp2((scores - largest) * (s.scale * math.log2(math.e)))
+        rescale = jnp.exp2((before - largest) * (s.scale * math.log2(math.e)))
         sums = sums_ref[number][:, :1] * rescale + weights.sum(1, keepdims=True)
         largest_ref[number] = jnp.broadcast_to(largest, largest_ref.shape[1:])
         sums_ref[number] = jnp.broadcast_to(sums, sums_ref.shape[1:])
@@ -223,14 +221,12 @@ def _flash_forward(
         for number, head in enumerate(_heads(s.lanes, s.width)):
             sums = sums_ref[number][:, :1]
             divisor = sums if divisor is None else jnp.where(head.mask, sums, divisor)
-            statistics = largest_ref[number] * scale + jnp.log(sums_ref[number])
+            statistics = largest_ref[number] * s.scale + jnp.log(sums_ref[number])
             statistics_ref[0, 0, number : number + 1, :] = statistics.T[:1]
         output_ref[0] = (total_ref[...] / divisor).astype(output_ref.dtype)
 
 
-def _flash_backward(
-    s: FlashSizes, scale: float, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any
-) -> None:
+def _flash_backward(s: FlashSizes, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any) -> None:
     """Add what a block of queries and a block of keys give each other's gradients.
 
     Scores are (keys, queries) here: three of the five products use them as they are, and numbers of
@@ -271,7 +267,7 @@ def _flash_backward(
         for index, head in enumerate(_heads(s.lanes, s.width)):
             head_q, head_grad = head.only(q), head.only(grad)
             scores = _product(k, head_q, 1, 1)
-            powers = scores * (scale * math.log2(math.e)) - statistics[index : index + 1]
+            powers = scores * (s.scale * math.log2(math.e)) - statistics[index : index + 1]
             if s.masked:
                 powers += hidden
             weights = jnp.exp2(powers)
@@ -283,11 +279,11 @@ def _flash_backward(
 
     @pl.when((key_block == s.key_blocks - 1) & (number < s.blocks))
     def _() -> None:
-        dq_ref[0] = (dq_sum[block] * scale).astype(dq_ref.dtype)
+        dq_ref[0] = (dq_sum[block] * s.scale).astype(dq_ref.dtype)
 
     @pl.when(block == s.span_blocks - 1)
     def _() -> None:
-        dk_ref[0, 0] = (dk_sum[...] * scale).astype(dk_ref.dtype)
+        dk_ref[0, 0] = (dk_sum[...] * s.scale).astype(dk_ref.dtype)
         dv_ref[0, 0] = dv_sum[...].astype(dv_ref.dtype)
 
 

@@ -8,28 +8,20 @@ transposes for PyTorch's product is transposed back, and XLA drops both.
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.blocks import attentions, use_product
-from xla_fsdp.attention.kernels import (
-    ONE_DEVICE,
-    Array,
-    FlashSizes,
-    Kernel,
-    Shards,
-    autocast_dtype,
-    lower,
-    padded_width,
-)
+from models.blocks import Qkv, attentions, is_segments, queries_keys_values, use_product
+from tpu_attention.kernels import Array, Calls, FlashSizes, Kernel, lower, padded_width
 
 
 @functools.cache
-def kernel(s: FlashSizes, scale: float, *, backward: bool) -> Kernel:
-    """Return the kernel of the forward or the backward pass; ``pallas.py`` has their arguments."""
-    from xla_fsdp.attention import pallas  # imports JAX
+def kernel(s: FlashSizes, *, backward: bool) -> Kernel:
+    """Lower the kernel of the forward or the backward pass; ``pallas.py`` has their arguments."""
+    from tpu_attention import pallas  # imports JAX
 
     query: Array = (s.shape, s.dtype)
     key: Array = (s.key_shape, s.dtype)
@@ -53,7 +45,7 @@ def kernel(s: FlashSizes, scale: float, *, backward: bool) -> Kernel:
         streamed_bytes = 2 * query_bytes + 2 * key_bytes * (s.blocks if s.key_blocks > 1 else 1)
     scores = s.batch * s.heads * s.blocks * s.block * s.key_blocks * s.key_block
     return lower(
-        function(s, scale),
+        function(s),
         arguments,
         results,
         flops=2 * products * scores * s.width,
@@ -73,12 +65,12 @@ class Flash:
     """
 
     def __init__(
-        self, heads: int, width: int, scale: float, shards: Shards, *, segmented: bool = False
+        self, heads: int, width: int, scale: float, calls: Calls, *, segmented: bool = False
     ) -> None:
         """``heads``: of all devices; ``width``: of a head, as the model has it."""
-        self._heads, self._width, self._scale, self._shards = heads, width, scale, shards
+        self._heads, self._width, self._scale, self._calls = heads, width, scale, calls
         self._segmented = segmented
-        self._local_heads = heads // shards.count(shards.heads)
+        self._local_heads = heads // calls.head_shards
         self._padded_width = padded_width(self._local_heads, width)
 
     def merge_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,18 +88,18 @@ class Flash:
     def forward(self, q, k, v, mask) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and statistics."""
         sizes, arguments = self._local(q, k, v, mask)
-        output, statistics = kernel(sizes, self._scale, backward=False)(arguments)
-        return self._shards.whole(output, -1), self._shards.whole(statistics.flatten(1, 2), 1)
+        output, statistics = self._calls.call(kernel, sizes, arguments, backward=False)
+        return self._calls.whole(output, -1), self._calls.whole(statistics.flatten(1, 2), 1)
 
     def backward(self, q, k, v, mask, statistics, inner, grad) -> list[torch.Tensor]:
         """Return the gradients of q, k and v; ``inner`` is the sum of the output times its
         gradient for each query, shaped as statistics."""
         sizes, arguments = self._local(q, k, v, mask)
         for x in (statistics, inner):
-            arguments.append(self._shards.part(x, 1).reshape(sizes.statistic_shape))
-        arguments.append(self._shards.part(grad, -1))
-        grads = kernel(sizes, self._scale, backward=True)(arguments)
-        grad_q, *grads_kv = (self._shards.whole(x, -1) for x in grads)
+            arguments.append(self._calls.part(x, 1).reshape(sizes.statistic_shape))
+        arguments.append(self._calls.part(grad, -1))
+        grads = self._calls.call(kernel, sizes, arguments, backward=True)
+        grad_q, *grads_kv = (self._calls.whole(x, -1) for x in grads)
         if sizes.spans > 1:
             return [grad_q, *(x.float().sum(1).to(x.dtype) for x in grads_kv)]
         return [grad_q, *(x.squeeze(1) for x in grads_kv)]
@@ -115,18 +107,19 @@ class Flash:
     def _local(self, q, k, v, mask) -> tuple[FlashSizes, list[torch.Tensor]]:
         """Return the sizes of what a device computes, and its part of these."""
         batch, tokens, _ = q.shape
-        keys, shards = k.shape[1], self._shards
+        keys, calls = k.shape[1], self._calls
         sizes = FlashSizes(
-            batch // shards.count(shards.images),
+            batch // calls.image_shards,
             self._local_heads,
             tokens,
             keys,
             self._padded_width,
             q.dtype,
+            self._scale,
             masked=mask is not None,
             segmented=self._segmented,
         )
-        arguments = [shards.part(x, -1) for x in (q, k, v)]
+        arguments = [calls.part(x, -1) for x in (q, k, v)]
         if sizes.key_blocks * sizes.key_block > keys and mask is None:
             sizes = replace(sizes, masked=True)
             mask = torch.ones((batch, keys), dtype=torch.int32, device=q.device)
@@ -134,7 +127,7 @@ class Flash:
             # Behind the last key: of a segment that no query has.
             mask = F.pad(mask, (0, sizes.mask_shape[2] - keys), value=-1)
             # Made outside of the parts: made inside the manual region, the partitioner aborts.
-            arguments += [shards.part(mask[:, None])] * (1 + self._segmented)
+            arguments += [calls.part(mask[:, None])] * (1 + self._segmented)
         return sizes, arguments
 
 
@@ -142,26 +135,41 @@ class Flash:
 # In a model.
 
 
-def use_flash(module: nn.Module, shards: Shards = ONE_DEVICE) -> None:
+def use_flash(module: nn.Module, calls: Calls) -> None:
     """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
     for part in attentions(module):
-        use_product(part, functools.partial(attention, shards=shards))
+        use_product(part, functools.partial(attention, calls=calls))
 
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shards: Shards = ONE_DEVICE,
+    calls: Calls,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width).
     ``segments``, int32 (batch, tokens) from 0 on: tokens attend to those of their own segment."""
     _, heads, _, width = q.shape
-    dtype = autocast_dtype(v)
-    flash = Flash(heads, width, width**-0.5, shards, segmented=segments is not None)
+    dtype = calls.dtype(v)
+    flash = Flash(heads, width, width**-0.5, calls, segmented=segments is not None)
     merged = (flash.merge_heads(x.to(dtype)) for x in (q, k, v))
     return flash.split_heads(_FlashAttention.apply(flash, segments, *merged))
+
+
+def attend(
+    attn: Any,
+    qkv: Qkv,
+    rope: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+    *,
+    calls: Calls,
+) -> torch.Tensor:
+    """Compute an ``Attend`` of timm's attention; see ``attention`` for ``segments``."""
+    if not (segments is None or is_segments(segments)):
+        raise NotImplementedError("flash attention supports no mask other than segments")
+    q, k, v = (x.transpose(1, 2) for x in queries_keys_values(attn, qkv, rope))
+    return attention(q, k, v, calls, segments).transpose(1, 2).flatten(2)
 
 
 class _FlashAttention(torch.autograd.Function):

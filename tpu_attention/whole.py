@@ -21,23 +21,21 @@ from models.blocks import (
     use_attend,
     use_product,
 )
-from xla_fsdp.attention.kernels import (
+from tpu_attention.kernels import (
     DEFAULT_VECTOR_MEMORY,
-    ONE_DEVICE,
     WINDOW_STEP,
     Array,
+    Calls,
     Kernel,
-    Shards,
+    Saves,
     WholeSizes,
-    autocast_dtype,
     lower,
 )
-from xla_fsdp.remat import SaveInput
 
 
 @functools.cache
 def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
-    """Return the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
+    """Lower the kernel (q, k, v) -> output, or (q, k, v, gradient of it) -> their gradients.
 
     Packed, all three are the same array; gradients are packed as these are, or stacked. The angles
     that queries and keys are rotated by come after these, if they are, then the segments of tokens,
@@ -45,7 +43,7 @@ def kernel(s: WholeSizes, *, backward: bool) -> Kernel:
 
     Where the cost depends on the windows, it is noted for ``_usual_segments``.
     """
-    from xla_fsdp.attention import pallas  # imports JAX
+    from tpu_attention import pallas  # imports JAX
 
     arguments: list[Array] = [(s.input_shape, s.dtype)] * 3
     result: Array
@@ -113,38 +111,30 @@ def windows(s: WholeSizes, segments: torch.Tensor) -> torch.Tensor:
 # In a model. ``save`` says which results are saved for the backward pass.
 
 
-def use_whole(
-    module: nn.Module, shards: Shards = ONE_DEVICE, save: SaveInput | None = None
-) -> None:
+def use_whole(module: nn.Module, calls: Calls, save: Saves | None = None) -> None:
     """Let timm's attention in a block compute its product by the kernels (``use_product``)."""
 
-    def attend_here(
-        attn: Any, qkv: Qkv, rope: torch.Tensor | None, segments: torch.Tensor | None
-    ) -> torch.Tensor:
-        if not (segments is None or is_segments(segments)):
-            raise NotImplementedError("whole attention supports no mask other than segments")
-        return attend(attn, qkv, rope, segments, shards=shards, save=save)
-
+    attend_here = functools.partial(attend, calls=calls, save=save)
     for part in attentions(module):
         if not use_attend(part, attend_here):
-            use_product(part, functools.partial(attention, shards=shards, save=save))
+            use_product(part, functools.partial(attention, calls=calls, save=save))
 
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shards: Shards = ONE_DEVICE,
-    save: SaveInput | None = None,
+    calls: Calls,
+    save: Saves | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q k' / sqrt(width)) v in autocast's dtype: (batch, heads, tokens, width).
     ``segments``, int32 (batch, tokens): tokens attend to those of their own segment."""
     heads = q.shape[1]
     tensors = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    sizes = replace(_sizes(heads, shards, tensors), segmented=segments is not None)
+    sizes = replace(_sizes(heads, calls, tensors), segmented=segments is not None)
     cast = (x.to(sizes.dtype) for x in tensors)
-    output = (save or SaveInput()).result(_Attention.apply, sizes, shards, None, segments, *cast)
+    output = _computed(save, sizes, calls, None, segments, *cast)
     return output.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
@@ -154,15 +144,17 @@ def attend(
     rope: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
     *,
-    shards: Shards,
-    save: SaveInput | None,
+    calls: Calls,
+    save: Saves | None = None,
 ) -> torch.Tensor:
     """Compute timm's attention, (batch, tokens, heads x width), from the results of its layers.
 
     See ``queries_keys_values``, and ``attention`` for ``segments``.
     """
+    if not (segments is None or is_segments(segments)):
+        raise NotImplementedError("whole attention supports no mask other than segments")
     tensors, angles = [qkv] if isinstance(qkv, torch.Tensor) else [*qkv], None
-    sizes = replace(_sizes(attn.num_heads, shards, tensors), segmented=segments is not None)
+    sizes = replace(_sizes(attn.num_heads, calls, tensors), segmented=segments is not None)
     if rope is not None and rope.dim() == 2:  # the same for all images and heads, and not learned
         rotating = replace(sizes, apart=sizes.width // 2 if attn.rotate_half else 1)
         # Kernels can rotate whole registers, in any TPU's memory.
@@ -173,7 +165,11 @@ def attend(
         tensors = [x.flatten(2) for x in queries_keys_values(attn, qkv, rope)]
         sizes = replace(sizes, packed=False)
     cast = (x.to(sizes.dtype) for x in tensors)
-    return (save or SaveInput()).result(_Attention.apply, sizes, shards, angles, segments, *cast)
+    return _computed(save, sizes, calls, angles, segments, *cast)
+
+
+def _computed(save: Saves | None, *arguments: Any) -> torch.Tensor:
+    return save.result(_Attention.apply, *arguments) if save else _Attention.apply(*arguments, None)
 
 
 def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -190,39 +186,39 @@ def _angles(s: WholeSizes, rope: torch.Tensor, prefix: int) -> torch.Tensor:
     return torch.cat(tables).repeat(1, 1, s.lanes // s.width)
 
 
-def _sizes(heads: int, shards: Shards, tensors: Sequence[torch.Tensor]) -> WholeSizes:
+def _sizes(heads: int, calls: Calls, tensors: Sequence[torch.Tensor]) -> WholeSizes:
     """Return the sizes of what a device computes of queries, keys and values, (batch, tokens,
     heads x width), or all in one, side by side or as (batch, tokens, 3, heads x width)."""
     batch, tokens, *columns = tensors[0].shape
     is_one = len(tensors) == 1
     width = math.prod(columns) // heads // (3 if is_one else 1)
-    batch //= shards.count(shards.images)
-    heads //= shards.count(shards.heads)
-    sizes = WholeSizes(batch, tokens, heads, width, autocast_dtype(tensors[-1]))
+    batch //= calls.image_shards
+    heads //= calls.head_shards
+    sizes = WholeSizes(batch, tokens, heads, width, calls.dtype(tensors[-1]))
     return replace(sizes, packed=is_one and sizes.fills_registers)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sizes: WholeSizes, shards: Shards, angles, segments, *tensors_and_saved):
+    def forward(ctx, sizes: WholeSizes, calls: Calls, angles, segments, *tensors_and_saved):
         *tensors, saved_result = tensors_and_saved
         ctx.save_for_backward(angles, segments, *tensors)
-        ctx.sizes, ctx.shards = sizes, shards
+        ctx.sizes, ctx.calls = sizes, calls
         if saved_result is not None:
             return saved_result
-        return _call_kernel(sizes, shards, angles, segments, tensors)[0]
+        return _call_kernel(sizes, calls, angles, segments, tensors)[0]
 
     @staticmethod
     def backward(ctx, grad):
         angles, segments, *tensors = ctx.saved_tensors
         grad = grad.to(tensors[0].dtype)
-        grads = _call_kernel(ctx.sizes, ctx.shards, angles, segments, tensors, grad)
+        grads = _call_kernel(ctx.sizes, ctx.calls, angles, segments, tensors, grad)
         return None, None, None, None, *grads, None
 
 
 def _call_kernel(
     sizes: WholeSizes,
-    shards: Shards,
+    calls: Calls,
     angles: torch.Tensor | None,
     segments: torch.Tensor | None,
     tensors: Sequence[torch.Tensor],
@@ -231,22 +227,22 @@ def _call_kernel(
     """Compute attention on each device's part of images and heads; with ``grad``, the gradient of
     the result, return the gradients of ``tensors``: queries, keys and values, or all in one."""
     is_one = len(tensors) == 1
-    parts = [shards.part(x, -1) for x in (*tensors, *grad)]
+    parts = [calls.part(x, -1) for x in (*tensors, *grad)]
     shapes = [part.shape for part in parts]
     if is_one:
         qkv = parts.pop(0).flatten(2)
         parts[:0] = [qkv] * 3 if sizes.packed else qkv.chunk(3, -1)
     if angles is not None:
-        parts.append(shards.manual(angles, (None,) * angles.dim()))
+        parts.append(calls.replicated(angles))
     if segments is not None:
         padded = F.pad(segments, (0, sizes.segments[2] - sizes.tokens))
-        parts += [shards.part(padded[:, None])] * 2
+        parts += [calls.part(padded[:, None])] * 2
     if segments is not None and sizes.windows:
-        parts.append(shards.part(windows(sizes, segments)))
-    (result,) = kernel(sizes, backward=bool(grad))(parts)
+        parts.append(calls.part(windows(sizes, segments)))
+    (result,) = calls.call(kernel, sizes, parts, backward=len(grad) > 0)
     results = [result] if result.dim() == 3 else [*result.unbind(0)]
     if is_one and len(results) > 1:
         results = [torch.cat(results, -1)]
     if grad:
-        results = [x.reshape(shape) for x, shape in zip(results, shapes, strict=False)]
-    return [shards.whole(x, -1) for x in results]
+        results = [x.reshape(shapes[place]) for place, x in enumerate(results)]
+    return [calls.whole(x, -1) for x in results]

@@ -1,24 +1,22 @@
-"""Pallas kernels in a PyTorch/XLA program: how one is lowered, how each device calls it, and the
-sizes that those of attention are given: padded, and divided into blocks.
+"""Pallas kernels of attention: how one is lowered, what calls it, and the sizes that each is given:
+padded, and divided into blocks.
 
-JAX lowers them on any machine (torch_xla's own way needs a TPU attached). What each of them costs
-is noted in its call, where ``--compile_only`` reads it.
+JAX lowers them on any machine, with the cost of each in its call, where ``--compile_only`` reads
+it. How a call gets into a program is the backend's part (``Calls``).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from xla_fsdp import jax_private, torch_xla_private
-
-if TYPE_CHECKING:
-    import torch_xla.distributed.spmd as xs
+from tpu_attention import jax_private
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,29 @@ COUNTED: dict[str, Counted] = {}
 """Of each kernel that was lowered here, by its code: a compiled program, whose cycles are counted,
 has its kernels as code alone."""
 
+
+def counted_here() -> dict[str, Counted]:
+    """Return ``COUNTED`` for another process: stand-ins are lowered here."""
+    return {
+        body: Counted(each.branches, functools.partial(list, each.stand_ins()))
+        if each.stand_ins
+        else each
+        for body, each in COUNTED.items()
+    }
+
+
 Array = tuple[tuple[int, ...], torch.dtype]
-Kernel = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""Puts the call of a lowered kernel into the graph; returns its results."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A lowered kernel."""
+
+    config: str
+    """The configuration of its Mosaic call, JSON."""
+    module: str
+    """The StableHLO module whose main function calls it, as text."""
+    results: tuple[Array, ...]
 
 
 def lower(
@@ -54,92 +72,75 @@ def lower(
 ) -> Kernel:
     """Lower a JAX function of one Pallas kernel for arrays of these shapes and dtypes; ``branches``
     and ``stand_ins``, functions of the same arrays: as of ``Counted``."""
-    config = _kernel_config(function, arguments)
-    config["custom_call_config"]["cost_estimate"] = {
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is PyTorch's
+    arrays = [
+        jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments
+    ]
+    cost = {
         "flops": flops,
         "transcendentals": transcendentals,
         "bytes_accessed": bytes_accessed,
     }
+    config, module = jax_private.lower_for_tpu(function, arrays, cost)
 
     def stand_in_bodies() -> list[str]:
-        configs = (_kernel_config(stand_in, arguments) for stand_in in stand_ins)
-        return [config["custom_call_config"]["body"] for config in configs]
+        lowered = (jax_private.lower_for_tpu(each, arrays, cost) for each in stand_ins)
+        return [_body(config) for config, _ in lowered]
 
-    body = config["custom_call_config"]["body"]
-    COUNTED[body] = Counted(branches, stand_in_bodies if stand_ins else None)
-    shapes, dtypes = [list(shape) for shape, _ in results], [dtype for _, dtype in results]
-    text = json.dumps(config)
-    return lambda inputs: torch_xla_private.call_tpu_kernel(inputs, text, shapes, dtypes)
+    COUNTED[_body(config)] = Counted(branches, stand_in_bodies if stand_ins else None)
+    return Kernel(config, module, tuple(results))
 
 
-def _kernel_config(function: Callable, arguments: list[Array]) -> dict[str, Any]:
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # it only lowers: a TPU, if any, is torch_xla's
-    arrays = [
-        jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments
-    ]
-    text = torch_xla_private.kernel_config(jax_private.lower_for_tpu(function, arrays))
-    assert text is not None
-    return json.loads(text)
+def _body(config: str) -> str:
+    return json.loads(config)["custom_call_config"]["body"]
 
 
-MeshAxes = str | tuple[str, ...] | None
+class Calls:
+    """What calls kernels: a backend's subclass. This process has one device of whole images and
+    heads; of several, each calls a kernel on its part.
 
-
-@dataclass(frozen=True)
-class Shards:
-    """How images and heads are sharded in an SPMD program: along these mesh axes. Each device calls
-    a kernel on its part; without a mesh there is one device, and tensors stay as they are.
-
-    Images are dimension 0 of a tensor; each call names the dimension of heads, if there is one.
+    Images are dimension 0 of a tensor; a call names the dimension of heads, if there is one.
     """
 
-    mesh: xs.Mesh | None = None
-    images: MeshAxes = None
-    heads: MeshAxes = None
+    image_shards = head_shards = 1
 
     def part(self, x: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return a device's part of the whole tensor."""
-        return self.manual(x, self._spec(x, heads))
+        return x
 
-    def manual(self, x: torch.Tensor, spec: tuple[MeshAxes, ...]) -> torch.Tensor:
-        """Return what a device has of a tensor of this spec, for its call."""
-        if self.mesh is None:
-            return x
-        import torch_xla.distributed.spmd as xs
-
-        return xs.enable_manual_sharding(x * 1, spec, mesh=self.mesh).global_tensor
+    def replicated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of which each device has all, for its call."""
+        return x
 
     def whole(self, part: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Return the whole tensor of which each device has a part."""
-        if self.mesh is None:
-            return part
-        import torch_xla.distributed.spmd as xs
+        return part
 
-        spec = self._spec(part, heads)
-        shape = (size * self.count(axes) for size, axes in zip(part.shape, spec, strict=True))
-        whole = torch.Size(shape)
-        return xs.disable_manual_sharding(part, spec, whole, mesh=self.mesh).global_tensor
+    def dtype(self, v: torch.Tensor) -> torch.dtype:
+        """Return the dtype that attention to the values ``v`` computes in."""
+        return v.dtype
 
-    def _spec(self, x: torch.Tensor, heads: int | None) -> tuple[MeshAxes, ...]:
-        spec: list[MeshAxes] = [self.images, *[None] * (x.dim() - 1)]
-        if heads is not None:
-            spec[heads] = self.heads
-        return tuple(spec)
-
-    def count(self, axes: MeshAxes) -> int:
-        """Return the number of shards along these axes."""
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        return math.prod(self.mesh.shape()[name] for name in names) if self.mesh else 1
+    def call(
+        self,
+        kernel: Callable[..., Kernel],
+        sizes: Any,
+        parts: list[torch.Tensor],
+        *,
+        backward: bool,
+    ) -> list[torch.Tensor]:
+        """Return the results of ``kernel(sizes, backward=backward)``, which lowers it, for these
+        arguments."""
+        raise NotImplementedError
 
 
-ONE_DEVICE = Shards()
+class Saves(Protocol):
+    """Which results of a block are saved for the backward pass."""
 
-
-def autocast_dtype(v: torch.Tensor) -> torch.dtype:
-    """Return the dtype that attention to the values ``v`` computes in."""
-    return torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else v.dtype
+    def result(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        """Return the result of ``function``, which may be saved: its last argument, or None if
+        it has to compute it."""
 
 
 LANES = 128
@@ -166,8 +167,8 @@ _QUERY_GRADIENT_BYTES = 4 * 2**20
 class FlashSizes:
     """Sizes of what one device computes: attention of ``tokens`` queries to ``keys`` keys.
 
-    ``width``: of a head, as ``padded_width``; ``masked``: some keys are padding, or, ``segmented``,
-    of another segment than a query.
+    ``width``: of a head, as ``padded_width``; ``scale``: of scores; ``masked``: some keys are
+    padding, or, ``segmented``, of another segment than a query.
     """
 
     batch: int
@@ -176,6 +177,7 @@ class FlashSizes:
     keys: int
     width: int
     dtype: torch.dtype
+    scale: float = 1.0
     masked: bool = False
     segmented: bool = False
 
