@@ -108,7 +108,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
-        with reporting(f"adding up the runs of {len(step.runs)} program(s)"):
+        with reporting("adding up the programs of a step"):
             kernels = folder / "kernels"
             kernels.mkdir()
             variables["PLACEHOLDER_FOLDER"] = str(kernels)
