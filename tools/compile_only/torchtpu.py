@@ -61,6 +61,7 @@ from training.backend import Backend
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.rules import check_features
+from training.schedule import StepRates
 from xla_fsdp.config import XlaConfig
 from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
 from xla_fsdp.tpu import Topology, parse_topology
@@ -104,7 +105,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
         if isinstance(recorded, str):
             needed = compiler.hbm_needed(recorded, 0)
             if needed is None:
-                raise UsageError(f"the TPU compiler rejects a program of the step: {recorded}")
+                raise UsageError(f"the step cannot be traced or compiled: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
@@ -288,7 +289,7 @@ def _run_steps(
 
     from tools.compile_only.placeholders import placeholder_batch
     from training.objectives.registry import open_objective
-    from training.schedule import StepRates, rope_factors
+    from training.schedule import rope_factors
     from training.step import put_micro_batches, shard_and_optimize, train_step
 
     torch._functorch.config.enable_autograd_cache = False  # else compiled programs may be read
@@ -305,10 +306,10 @@ def _run_steps(
     dist.init_process_group(device.collectives, store=store, rank=0, world_size=topology.devices)
     # What the hosts compare returns at once: no other process is there.
     world = dist.distributed_c10d._get_default_group()
-    kind, absent = dist.ProcessGroup.BackendType.GLOO, FakeProcessGroup._create_internal
-    name = world.group_name
-    world._register_backend(torch.device("cpu"), kind, absent(0, topology.devices))
-    world._set_group_name(name)
+    name, gloo = world.group_name, dist.ProcessGroup.BackendType.GLOO
+    absent = FakeProcessGroup._create_internal(0, topology.devices)  # type: ignore[attr-defined]
+    world._register_backend(torch.device("cpu"), gloo, absent)
+    world._set_group_name(name)  # to the backend as well
     backend = pkgutil.resolve_name(run.plan.implementation.backend)(run, device)
     try:
         model = shard_and_optimize(run, backend, _uninitialized)
@@ -366,9 +367,11 @@ def _naming(model: nn.Module, backend: Backend) -> Iterator[None]:
     names.watch(model)
     update = backend.optimizer_step
 
-    def named_update(*args: Any) -> Any:
+    def named_update(
+        rates: StepRates, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with names.inside(OPTIMIZER, "update"):
-            return update(*args)
+            return update(rates, max_norm, loss)
 
     backend.optimizer_step = named_update  # type: ignore[method-assign]
     with traceback.preserve_node_meta(), names.inside(LOSS, "forward"):
