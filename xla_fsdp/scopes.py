@@ -9,7 +9,7 @@ of the operations (``metadata`` of the HLO).
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,10 +48,14 @@ def scope_in(text: str) -> Scope | None:
 class Names:
     """Names what is recorded, from the call of ``watch`` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_scope: Callable[[str], Any] | None = None) -> None:
+        """``open_scope``: takes a name; returns an object that keeps the scope open in this thread
+        until it is freed. By default torch_xla's."""
         self._open = defaultdict[int, list[tuple[str, str, Any]]](list)
         """Modules, phases and scopes that are open, by thread: autograd runs in one of its own."""
-        private.keep_scopes()
+        if open_scope is None:
+            private.keep_scopes()
+        self._open_scope = open_scope or private.open_scope
 
     def watch(self, model: nn.Module) -> None:
         """Name all that ``model`` computes, forward and backward."""
@@ -75,7 +79,7 @@ class Names:
             self.name_backward(result, name, inputs.pop())
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        module.register_forward_hook(after, always_call=True)  # a recomputation ends early
 
     def name_backward(self, results: Any, module: str, inputs: Any = ()) -> None:
         """Name the backward pass from ``results`` to ``inputs``, where it has no name yet."""
@@ -114,9 +118,9 @@ class Names:
             self._push(*name)
 
     def _push(self, module: str, phase: str) -> None:
-        scope = private.open_scope(f"[{module}_{phase}]")
+        scope = self._open_scope(f"[{module}_{phase}]")
         self._open[threading.get_ident()].append((module, phase, scope))
 
     def _pop(self) -> None:
-        # Without a reference to it, torch_xla's scope closes.
+        # Without a reference to it, the scope closes.
         self._open[threading.get_ident()].pop()

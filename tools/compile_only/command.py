@@ -56,18 +56,11 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
     libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
-    if not xla.tpu_topology:
-        raise UsageError(
-            f"--compile_only requires --tpu_topology, such as v5e:4x4; shapes by kind: {KNOWN}"
-        )
-    if "," in xla.tpu_topology:
-        raise UsageError(
-            f"--compile_only accepts one slice, not {xla.tpu_topology}: use --plan for several"
-        )
+    name = slice_name(xla, ": use --plan for several")
     compiler.check_installed("--compile_only")
     private_modules = (torch_xla_private, jax_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in private_modules))
-    topology = parse_topology(xla.tpu_topology, replicas(config.sharding))
+    topology = parse_topology(name, replicas(config.sharding))
     with forbid_autograd():
         run = resolve_for_slice(config, xla, topology)
     is_broken = (
@@ -151,23 +144,24 @@ def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     # Save, print.
     if hlo_dir:
         write_modules(hlo_dir, graphs)
-    if xla.explain and all(module.compiled and module.compiled.hlo for module in graphs):
-        costs = [
-            cost
-            for module in graphs
-            if module.compiled
-            for cost in explain(module.compiled.hlo, links, module.runs)
-        ]
-        report["explained"] = explained_json(costs)
-        if hlo_dir:
-            picture = hlo_dir / "explain.png"
-            with drawing(picture, log):
-                draw(costs, report, picture)
-                log(f"wrote {picture}")
+    if xla.explain:
+        add_explanation(report, graphs, links, hlo_dir)
     return print_report(config, report)
 
 
 # -- shared with ``torchtpu.py`` ------------------------------------------------------------------
+
+
+def slice_name(xla: XlaConfig, advice: str = "") -> str:
+    """Return the one slice of ``--tpu_topology``. ``advice``: what to do with several.
+    Raises UsageError."""
+    if not xla.tpu_topology:
+        raise UsageError(
+            f"--compile_only requires --tpu_topology, such as v5e:4x4; shapes by kind: {KNOWN}"
+        )
+    if "," in xla.tpu_topology:
+        raise UsageError(f"--compile_only accepts one slice, not {xla.tpu_topology}{advice}")
+    return xla.tpu_topology
 
 
 def make_hlo_dir(name: str | None) -> Path | None:
@@ -192,6 +186,27 @@ def write_modules(folder: Path, graphs: list[CompiledGraph]) -> None:
             with open(path, "w", encoding="utf-8", opener=no_link) as file:
                 file.write(module.compiled.hlo)
             log(f"wrote {path}")
+
+
+def add_explanation(
+    report: dict[str, Any], graphs: list[CompiledGraph], links: Links, hlo_dir: Path | None
+) -> None:
+    """Add to the figures what ``--explain`` prints; plot it into the folder. Do nothing if a graph
+    does not fit."""
+    if not all(module.compiled and module.compiled.hlo for module in graphs):
+        return
+    costs = [
+        cost
+        for module in graphs
+        if module.compiled
+        for cost in explain(module.compiled.hlo, links, module.runs)
+    ]
+    report["explained"] = explained_json(costs)
+    if hlo_dir:
+        picture = hlo_dir / "explain.png"
+        with drawing(picture, log):
+            draw(costs, report, picture)
+            log(f"wrote {picture}")
 
 
 def print_report(config: RunConfig, report: dict[str, Any]) -> int:
@@ -418,8 +433,8 @@ def as_table(report: dict[str, Any]) -> str:
             how += f"; {report['expected_unknown']} instructions estimated from their bytes"
         if "programs" in report:
             how += (
-                f"; without the host's time to launch {report['graphs']} programs, "
-                f"{ms('host_s')} on this machine"
+                f"; without the host's time to launch {report['graphs']} program"
+                f"{'s' if several else ''}, {ms('host_s')} on this machine"
             )
             error = "not compared with any run"
         elif report["topology"].startswith("tpu7x:"):

@@ -1,10 +1,11 @@
 """``--explain``: where a step's time goes, by instruction, module of the model and kind of work.
 
-Module names are written into the graph while it is traced (``xla_fsdp/scopes.py``). The most
-expensive instructions of the compiled graph are shown as a table or JSON, and the time by module as
-a plot.
+Module names are written into the graph while it is traced (``xla_fsdp/scopes.py``): torch_xla
+writes them into the names of operations, torch_tpu into those of source files. The most expensive
+instructions of the compiled graph are shown as a table or JSON, and the time by module as a plot.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -75,7 +76,7 @@ class Cost:
 
 def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
     """Return what each instruction costs of a scheduled module that a step runs ``times`` times."""
-    computations, entry = parse_module(hlo)
+    computations, entry = parse_module(_with_files(hlo))
     chip = links.topology.chip
     costs: list[Cost] = []
     for timed in walk(computations[entry], links):
@@ -101,6 +102,27 @@ def explain(hlo: str, links: Links, times: int = 1) -> list[Cost]:
         ideal = of_products if flops else None
         costs.append(Cost(*where, kind, bound, runs, runs * own_s, ideal))
     return costs
+
+
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) ", re.M)
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}", re.M)
+
+
+def _with_files(hlo: str) -> str:
+    """Return a module with the name of a scope beside the number of each stack frame that is in a
+    file of such a name, or was called from one."""
+    tables = hlo.partition("\nFileNames")[2].partition("\n%")[0]
+    files = dict(_FILE.findall(tables.partition("FunctionNames")[0]))
+    locations = dict(_LOCATION.findall(tables))
+    names: dict[str, str] = {}
+    for frame, location, parent in _FRAME.findall(tables):
+        name = files.get(locations.get(location, ""), "")
+        # A parent's number is written one too high; the outermost frame is its own.
+        names[frame] = name if scope_in(name) else names.get(str(int(parent) - 1), "")
+    return re.sub(
+        r"stack_frame_id=(\d+)", lambda found: f"{found[0]} {names.get(found[1], '')}", hlo
+    )
 
 
 def kind_of_work(instruction: Instruction, module: str) -> str:

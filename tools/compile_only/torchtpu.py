@@ -1,10 +1,10 @@
 """``--compile_only --backend torchtpu``: what a step of TorchTPU runs, compiled for a slice.
 
-TorchTPU hands the devices many programs a step: a graph for each block's passes, and one for each
-operation and collective around them. Which ones, only running a step tells. So the real backend
-trains a few steps, in a process of its own, on a slice that is not there (placeholder_tpu.c): it is
-rank 0, libtpu compiles each program for the slice as in a run, and nothing is computed. The last
-step is one of those that all later ones equal.
+With FSDP2, TorchTPU hands the devices many programs a step: a graph for each block's passes, and
+one for each operation and collective around them; with ``--fsdp simple`` it is one. Which ones,
+only running a step tells. So the real backend trains a few steps, in a process of its own, on a
+slice that is not there (placeholder_tpu.c): it is rank 0, libtpu compiles each program for the
+slice as in a run, and nothing is computed. The last step is one of those that all later ones equal.
 
 The expected step is the sum over its programs: a device runs one after the other, and a program
 starts and ends with nothing in flight. The memory is replayed: what lives on the device when a
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback
 
 from gpu_fsdp import resolve_gpu
 from gpu_fsdp.config import TorchConfig
@@ -41,12 +42,14 @@ from tools.compile_only import compiler
 from tools.compile_only.command import (
     DOES_NOT_FIT,
     CompiledGraph,
+    add_explanation,
     cores,
     log,
     make_hlo_dir,
     make_report,
     print_report,
     reporting,
+    slice_name,
     write_modules,
 )
 from tools.compile_only.compiler import Compiled
@@ -56,11 +59,14 @@ from torch_fsdp import devices, torch_tpu_private
 from torch_fsdp.parallel_plan import TorchRun
 from tpu_attention import jax_private as kernels_private
 from tpu_attention.kernels import COUNTED, Counted, counted_here
+from training.backend import Backend
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.rules import check_features
+from training.schedule import StepRates
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.tpu import KNOWN, Topology, parse_topology
+from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
+from xla_fsdp.tpu import Topology, parse_topology
 
 PLUGIN = Path(__file__).with_name("placeholder_tpu.c")
 STEPS = 3
@@ -70,17 +76,12 @@ STEPS = 3
 def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
-    if not asked.tpu_topology:
-        raise UsageError(
-            f"--compile_only requires --tpu_topology, such as v5e:4x4; shapes by kind: {KNOWN}"
-        )
-    if "," in asked.tpu_topology:
-        raise UsageError(f"--compile_only accepts one slice, not {asked.tpu_topology}")
+    name = slice_name(asked)
     _check_installed()
     used = (torch_tpu_private, kernels_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
-    topology = parse_topology(asked.tpu_topology)
+    topology = parse_topology(name)
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
     run = resolve_for_slice(config, backend_config, topology)
@@ -89,26 +90,30 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             "--compile_only with --backend torchtpu compiles FSDP over all devices only, not "
             f"{run.mesh}: drop --mesh_dcn, --mesh_domain and --run_without_fsdp"
         )
+    if asked.explain and run.plan.compile != "step":
+        raise UsageError(
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile"
+        )
     links = Links(topology)
     hlo_dir = make_hlo_dir(asked.hlo_dir)
 
     start, load = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         variables = _plugin_variables(topology, folder)
         what = f"{run.model_line}, for {topology.name} with libtpu {version('libtpu')}"
         with reporting(f"running {STEPS} steps and compiling their programs: {what}"):
-            recorded = _record(config, backend_config, topology, folder, variables)
+            recorded = _record(config, backend_config, asked, topology, folder, variables)
         seconds = time.perf_counter() - start
         if isinstance(recorded, str):
             needed = compiler.hbm_needed(recorded, 0)
             if needed is None:
-                raise UsageError(f"the TPU compiler rejects a program of the step: {recorded}")
+                raise UsageError(f"the step cannot be traced or compiled: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
             return DOES_NOT_FIT
         COUNTED.update(recorded.kernels)
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
-        with reporting(f"adding up {sum(step.runs.values())} programs"):
+        with reporting("adding up the programs of a step"):
             kernels = folder / "kernels"
             kernels.mkdir()
             variables["PLACEHOLDER_FOLDER"] = str(kernels)
@@ -136,8 +141,10 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     report["programs"] = programs = _programs(graphs)
     if hlo_dir:
         write_modules(hlo_dir, graphs)
+    if asked.explain:
+        add_explanation(report, graphs, links, hlo_dir)
     code = print_report(config, report)
-    if not config.use.json:
+    if len(programs) > 1 and not config.use.json:
         print(f"\n{_table(programs)}")
     return code
 
@@ -161,7 +168,6 @@ class PlaceholderTpu(devices.Tpu):
     """The device of placeholder_tpu.c, one of a slice of as many processes."""
 
     collectives = "tpu:tpu_dist"
-    """None for the CPU: no other process is there."""
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
     def count(self) -> int | None:
@@ -239,6 +245,7 @@ def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
 def _record(
     config: RunConfig,
     backend_config: TorchConfig,
+    asked: XlaConfig,
     topology: Topology,
     folder: Path,
     variables: Mapping[str, str],
@@ -250,7 +257,10 @@ def _record(
         compiler.libtpu_process(variables, stderr.name) as process,
     ):
         try:
-            return process.submit(_run_steps, config, backend_config, topology, folder).result()
+            steps = process.submit(
+                _run_steps, config, backend_config, topology, folder, named=asked.explain
+            )
+            return steps.result()
         except BrokenProcessPool:
             text = stderr.read()
             check = re.search(r"Check failed: .*|placeholder_tpu: .*", text)
@@ -268,17 +278,24 @@ def _compile_kernel(call: str, config: dict[str, Any], topology: Topology) -> No
 
 
 def _run_steps(
-    config: RunConfig, backend_config: TorchConfig, topology: Topology, folder: Path
+    config: RunConfig,
+    backend_config: TorchConfig,
+    topology: Topology,
+    folder: Path,
+    *,
+    named: bool,
 ) -> Recorded | str:
-    """Train the steps in this process, whose environment names the plugin."""
+    """Train the steps in this process, whose environment names the plugin. ``named``: write into
+    the programs from which module of the model each operation comes."""
     import pkgutil
 
     import torch._functorch.config
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
 
     from tools.compile_only.placeholders import placeholder_batch
     from training.objectives.registry import open_objective
-    from training.schedule import StepRates, rope_factors
+    from training.schedule import rope_factors
     from training.step import put_micro_batches, shard_and_optimize, train_step
 
     torch._functorch.config.enable_autograd_cache = False  # else compiled programs may be read
@@ -293,6 +310,12 @@ def _run_steps(
 
     store = torch_tpu_private.AbsentRanks(topology.devices, coordinates)
     dist.init_process_group(device.collectives, store=store, rank=0, world_size=topology.devices)
+    # What the hosts compare returns at once: no other process is there.
+    world = dist.distributed_c10d._get_default_group()
+    name, gloo = world.group_name, dist.ProcessGroup.BackendType.GLOO
+    absent = FakeProcessGroup._create_internal(0, topology.devices)  # type: ignore[attr-defined]
+    world._register_backend(torch.device("cpu"), gloo, absent)
+    world._set_group_name(name)  # to the backend as well
     backend = pkgutil.resolve_name(run.plan.implementation.backend)(run, device)
     try:
         model = shard_and_optimize(run, backend, _uninitialized)
@@ -307,15 +330,16 @@ def _run_steps(
             micro_batches = put_micro_batches(
                 backend, batch, fields, run.config.data.grad_accum_steps
             )
-            train_step(
-                model,
-                objective,
-                backend,
-                step,
-                micro_batches,
-                rates=rates,
-                max_norm=optimizer.clip_grad_norm,
-            )
+            with _naming(model, backend) if named and not step else contextlib.nullcontext():
+                train_step(
+                    model,
+                    objective,
+                    backend,
+                    step,
+                    micro_batches,
+                    rates=rates,
+                    max_norm=optimizer.clip_grad_norm,
+                )
             device.synchronize()
             host_s = time.perf_counter() - start
             ends.append((folder / "log").stat().st_size)
@@ -328,6 +352,38 @@ def _run_steps(
         description=backend.describe(),
         kernels=counted_here(),
     )
+
+
+class _Frame:
+    """A scope of ``Names`` that is open until this is freed: what is traced meanwhile has a stack
+    of one frame, in a file of its name. Of each operation torch_tpu writes the file into the
+    module that it compiles."""
+
+    def __init__(self, name: str) -> None:
+        self._around = traceback.current_meta.get("stack_trace")
+        traceback.set_stack_trace([f'File "{name}", line 1, in step\n  {name}\n'])
+
+    def __del__(self) -> None:
+        traceback.set_stack_trace([self._around] if self._around else [])
+
+
+@contextlib.contextmanager
+def _naming(model: nn.Module, backend: Backend) -> Iterator[None]:
+    """Have a step that is traced inside name the modules of the model."""
+    names = Names(_Frame)
+    names.watch(model)
+    update = backend.optimizer_step
+
+    def named_update(
+        rates: StepRates, max_norm: float, loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with names.inside(OPTIMIZER, "update"):
+            return update(rates, max_norm, loss)
+
+    backend.optimizer_step = named_update  # type: ignore[method-assign]
+    with traceback.preserve_node_meta(), names.inside(LOSS, "forward"):
+        yield
+    backend.optimizer_step = update  # type: ignore[method-assign]
 
 
 def _uninitialized(module: nn.Module, name: str) -> None:

@@ -42,8 +42,24 @@ def runs_by_name(report: dict) -> Counter[str]:
     return runs
 
 
-def test_figures(two_blocks):
-    found = two_blocks
+@pytest.fixture(scope="module")
+def kept_of_one(tmp_path_factory):
+    return tmp_path_factory.mktemp("hlo of one")
+
+
+@pytest.fixture(scope="module")
+def one_program(kept_of_one):
+    """The same step with ``--fsdp simple``."""
+    return compiled(2, "--fsdp", "simple", "--explain", "--hlo_dir", str(kept_of_one))
+
+
+@pytest.fixture(params=["two_blocks", "one_program"])
+def step(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_figures(step):
+    found = step
     parameters = 2 * OF_A_BLOCK + AROUND
     assert found["parameters"] == parameters
     assert (found["chips"], found["devices"]) == (CHIPS, CHIPS)
@@ -59,14 +75,14 @@ def test_figures(two_blocks):
     assert 0 < found["expected_waiting_s"] < found["expected_step_s"]
 
 
-def test_work(two_blocks):
+def test_work(step):
     """Forward, forward again and backward of each block but for what the compiler saves itself."""
     block = 2 * BATCH * (TOKENS * 12 * WIDTH**2 + 2 * TOKENS**2 * WIDTH)
     mlp_out = 2 * BATCH * TOKENS * 4 * WIDTH**2
     patch = 2 * BATCH * TOKENS * 3 * PATCH**2 * WIDTH
     head = 2 * BATCH * WIDTH * CLASSES
     expected = 2 * (4 * block - mlp_out) + 2 * patch + 3 * head
-    assert two_blocks["flops_per_chip"] == pytest.approx(expected / CHIPS, rel=0.05)
+    assert step["flops_per_chip"] == pytest.approx(expected / CHIPS, rel=0.05)
 
 
 def test_collectives_are_programs_of_their_own(two_blocks, kept):
@@ -113,6 +129,44 @@ def test_other_attention(form, calls, tmp_path):
     assert f"{form} attention" in found["sharding"]
     modules = [path.read_text() for path in tmp_path.glob("graph_*.hlo")]
     assert sum(len(CALL.findall(module)) for module in modules) == calls
+
+
+def test_whole_step_is_one_program(one_program, kept_of_one):
+    """With collectives of all devices, and all of its state donated: each parameter and AdamW's two
+    moments and count of it."""
+    assert runs_by_name(one_program) == {"step": 1}
+    (module,) = (path.read_text() for path in kept_of_one.glob("graph_*.hlo"))
+    groups = set(re.findall(r"replica_groups=(\S+),", module))
+    assert groups == {"{{" + ",".join(map(str, range(CHIPS))) + "}}"}
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", module)[1]
+    assert aliases.count("may-alias") >= 3 * (2 * 12 + 6)
+    # Each block is gathered twice, in bf16, and its gradients are scattered, in fp32.
+    blocks, root = 2 * OF_A_BLOCK, AROUND
+    received = sum(one_program["collective_bytes"].values())
+    moved = 2 * (2 * blocks + root) + 4 * (blocks + root)
+    assert received == pytest.approx(3 / 4 * moved, rel=0.1)
+
+
+def test_modules_of_the_whole_step(one_program, kept_of_one):
+    explained = one_program["explained"]
+    seconds = explained["seconds_by_module"]
+    assert sum(seconds.values()) == pytest.approx(one_program["expected_step_s"])
+    of_a_block = {f"blocks.{part}" for part in "attn attn.qkv attn.proj mlp.fc1 mlp.fc2".split()}
+    assert of_a_block | {"patch_embed.proj", "head", "loss", "optimizer"} <= seconds.keys()
+    assert seconds.get("unknown", 0.0) < 0.2 * sum(seconds.values())
+    phases = {row["phase"] for row in explained["costliest"] if row["module"] in of_a_block}
+    assert phases == {"forward", "recompute", "backward"}
+    assert (kept_of_one / "explain.png").stat().st_size > 1000
+
+
+@pytest.mark.long
+def test_processes_that_are_not_there():
+    """16 chips, 15 of them without a process here."""
+    report = compiled(1, "--fsdp", "simple", "--tpu_topology", "v5e:4x4")
+    assert (report["devices"], report["graphs"]) == (16, 1)
+    received = sum(report["collective_bytes"].values())
+    moved = 2 * (2 * OF_A_BLOCK + AROUND) + 4 * (OF_A_BLOCK + AROUND)
+    assert received == pytest.approx(15 / 16 * moved, rel=0.1)
 
 
 @pytest.mark.long

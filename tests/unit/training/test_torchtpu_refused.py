@@ -33,10 +33,6 @@ def tpu_host(monkeypatch):
             "--compile_only accepts one slice, not v5e:2x2,v5e:4x4",
         ),
         (
-            "--compile_only --tpu_topology v5e:2x2 --explain",
-            "--explain requires --backend xla, not torchtpu",
-        ),
-        (
             "--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
             "--tpu_compiler requires --backend xla, not torchtpu",
         ),
@@ -73,6 +69,14 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
         (
             "--tpu_topology v5e:2x2 --teacher vit_10b --teacher_weights none",
             "--teacher is incompatible with --compile_only",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --explain",
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --explain --fsdp simple --no-compile",
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
         ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
         (
