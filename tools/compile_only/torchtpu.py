@@ -157,7 +157,6 @@ class PlaceholderTpu(devices.Tpu):
     """The device of placeholder_tpu.c, one of a slice of as many processes."""
 
     collectives = "tpu:tpu_dist"
-    """None for the CPU: no other process is there."""
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
     def count(self) -> int | None:
@@ -269,6 +268,7 @@ def _run_steps(
 
     import torch._functorch.config
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
 
     from tools.compile_only.placeholders import placeholder_batch
     from training.objectives.registry import open_objective
@@ -287,6 +287,12 @@ def _run_steps(
 
     store = torch_tpu_private.AbsentRanks(topology.devices, coordinates)
     dist.init_process_group(device.collectives, store=store, rank=0, world_size=topology.devices)
+    # What the hosts compare returns at once: no other process is there.
+    world = dist.distributed_c10d._get_default_group()
+    kind, absent = dist.ProcessGroup.BackendType.GLOO, FakeProcessGroup._create_internal
+    name = world.group_name
+    world._register_backend(torch.device("cpu"), kind, absent(0, topology.devices))
+    world._set_group_name(name)
     backend = pkgutil.resolve_name(run.plan.implementation.backend)(run, device)
     try:
         model = shard_and_optimize(run, backend, _uninitialized)
