@@ -90,8 +90,8 @@ def _resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
     """Resolve a run whose ``--fsdp`` is chosen. Raises UsageError."""
     if backend_config.fsdp == "megatron" and config.backend == "torchtpu":
         raise UsageError("--fsdp megatron requires --backend cuda, not torchtpu")
-    if backend_config.fsdp == "fsdp2" and backend_config.meta_init is False:
-        raise UsageError("--no-meta_init requires --fsdp megatron, not fsdp2")
+    if backend_config.fsdp != "megatron" and backend_config.meta_init is False:
+        raise UsageError(f"--no-meta_init requires --fsdp megatron, not {backend_config.fsdp}")
     implementation = {"megatron": MEGATRON, "simple": SIMPLE}.get(backend_config.fsdp, FSDP2)
     blocks = TimmBlocks()
     if backend_config.block == "te":

@@ -305,7 +305,10 @@ class Tpu(Device):
         if math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
             return super().arrange(shape)
         distributed = torch.get_device_module("tpu").distributed
-        return distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)
+        ranks = distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)
+        # A process group sorts its ranks, and FSDP2 numbers shards by them; DTensor's offsets, by
+        # which checkpoints are written, follow the mesh. Both are the same in sorted rows.
+        return ranks.sort(dim=-1).values
 
     def lacks(self, precision: str) -> str | None:
         needed = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")

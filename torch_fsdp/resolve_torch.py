@@ -133,7 +133,7 @@ def _resolve(
         processes,
         "process(es) of this run: change them, or torchrun's --nproc-per-node and --nnodes",
     )
-    if zero == 0 and implementation is FSDP2:  # without sharding, all processes are replicas
+    if zero == 0 and implementation in (FSDP2, SIMPLE):  # all processes are replicas
         mesh = Mesh(dcn=mesh.fsdp, domain=mesh.domain)
     config = with_micro_batches(config, mesh)
     implementation.check(config, backend_config, mesh, device)
@@ -268,15 +268,11 @@ def _check_simple(
 ) -> None:
     dropout = config.model.attn_drop_rate
     refused = {
-        f"--zero_dp_strategy {backend_config.zero_dp_strategy}": (
-            backend_config.zero_dp_strategy != 3
-        ),
+        "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
         f"--mesh_domain {mesh.domain}": mesh.domain > 1,
+        # Each process orthogonalizes other matrices, so it would trace another step.
         "--optimizer muon": config.optimizer.optimizer == "muon",
-        "--precision fp16": config.sharding.precision == "fp16",
         "CUDA": isinstance(device, devices.Cuda),
-        # How torch_tpu lowers collectives of several groups side by side was not tried.
-        f"--mesh_dcn {mesh.dcn} on a TPU": mesh.dcn > 1 and device.compiles_all,
         # A fused kernel draws its own random numbers.
         f"--att_dropout {dropout} with --attention sdpa": (
             bool(dropout) and config.sharding.attention == "sdpa"

@@ -147,11 +147,22 @@ class Unit:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        args, kwargs = _cast((args, kwargs), self.dtype)
-        whole = [
+        return self._compute_with(self._gathered(shards), random, args, kwargs)
+
+    def _gathered(self, shards: Sequence[Any]) -> list[Any]:
+        return [
             Gather.apply(shard, layout)
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
         ]
+
+    def _compute_with(
+        self,
+        whole: Sequence[Any],
+        random: Callable[[], AbstractContextManager[None]] | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        args, kwargs = _cast((args, kwargs), self.dtype)
         with self._in_place(whole), random() if random else nullcontext():
             output = (self.forward if random else self.untraced)(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
@@ -171,23 +182,27 @@ class Unit:
             for (module, key, _), shard in zip(self.slots, shards, strict=True):
                 module._parameters[key] = shard
 
-    def recompute(self, mode: str) -> Callable[..., Any]:
-        """Return a function that recomputes activations, and gathers parameters again, in the
-        backward pass. ``mode``: "full" or "selective"."""
+    def recompute(self, mode: str, *, keeps_gathered: bool) -> Callable[..., Any]:
+        """Return a function that recomputes activations in the backward pass, and gathers
+        parameters again there, unless it ``keeps_gathered`` ones. ``mode``: "full" or
+        "selective"."""
 
         how: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             random = self._random()
+            run, weights = self.compute, self._shards()
+            if keeps_gathered:
+                run, weights = self._compute_with, self._gathered(weights)
             hidden: list[torch.Tensor] = []
-            """In a recomputation: the arguments that are tensors, then the shards."""
+            """In a recomputation: the arguments that are tensors, then the weights."""
 
             def compute(*args: Any, **kwargs: Any) -> Any:
                 if not hidden:
-                    return self.compute(self._shards(), random, args, kwargs)
+                    return run(weights, random, args, kwargs)
                 given = iter(hidden)
                 args = tuple(next(given) if isinstance(x, torch.Tensor) else x for x in args)
-                return self.compute(list(given), random, args, kwargs)
+                return run(list(given), random, args, kwargs)
 
             output = checkpoint(
                 compute,
@@ -199,13 +214,17 @@ class Unit:
             )
             if random and output.requires_grad:
                 inputs = [x for x in args if isinstance(x, torch.Tensor)]
-                output.register_hook(functools.partial(self._hide, inputs, hidden))
+                output.register_hook(functools.partial(self._hide, inputs, weights, hidden))
             return output
 
         return forward
 
     def _hide(
-        self, inputs: list[torch.Tensor], hidden: list[torch.Tensor], grad: torch.Tensor
+        self,
+        inputs: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        hidden: list[torch.Tensor],
+        grad: torch.Tensor,
     ) -> torch.Tensor:
         """Fill ``hidden`` when the backward pass reaches the block.
 
@@ -213,11 +232,10 @@ class Unit:
         instead. It can gather the weights before ``grad`` is there, but not compute with them.
         """
         grad, *late = self.barrier([grad, *inputs])
-        shards = self._shards()
         hidden += [
             values.detach().requires_grad_(given.requires_grad)
             for values, given in zip(
-                [*late, *self.barrier(shards)], [*inputs, *shards], strict=True
+                [*late, *self.barrier(weights)], [*inputs, *weights], strict=True
             )
         ]
         return grad
@@ -243,7 +261,9 @@ class SimpleFsdpBackend(TorchBackend):
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
-        self._form = "SimpleFSDP ZeRO-3, one unit per block"
+        self._form = "SimpleFSDP as data parallel (no sharding)"
+        if self._zero:
+            self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
         if self._plan.compile == "step":
             self._graphs = StepGraphs(device)
             self._form += ", one graph per step"
@@ -271,7 +291,9 @@ class SimpleFsdpBackend(TorchBackend):
             unit = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:
                 unit.untraced = compiled(unit.forward, plan, fullgraph=True)
-            block.forward = unit if plan.grad_ckpt == "none" else unit.recompute(plan.grad_ckpt)
+            block.forward = unit  # whose gathered weights autograd keeps
+            if plan.grad_ckpt != "none":
+                block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")

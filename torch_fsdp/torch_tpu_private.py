@@ -146,15 +146,21 @@ def call_kernel(
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
-    Each rank of a group enters its device there: "world_topo:RANK" and its attributes, strings
-    that follow their lengths. It reads those of all others.
+    Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of a
+    mesh the group that it is in, "pg_sub:AXIS:RANK": strings that follow their lengths. It reads
+    those of all others.
     """
 
-    def __init__(self, ranks: int, coordinates: Callable[[int], Sequence[int]]) -> None:
-        """``coordinates``: of a rank's device x, y, z and its core on the chip; its id is the
-        rank."""
+    mesh: torch.Tensor
+    """The ranks, arranged as the mesh whose groups are made next."""
+
+    def __init__(
+        self, ranks: int, coordinates: Callable[[int], Sequence[int]], slices: int = 1
+    ) -> None:
+        """``coordinates``: of a rank's device x, y, z and its core on the chip. The ranks of a
+        slice follow one another."""
         super().__init__()
-        self._ranks, self._coordinates = ranks, coordinates
+        self._ranks, self._coordinates, self._slices = ranks, coordinates, slices
         self._values: dict[str, Any] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -166,12 +172,33 @@ class AbsentRanks(dist.Store):
         node, _, rank = key.rpartition(":")
         own = self._values[f"{node}:0"].decode().partition(":")[2]
         length, _, rest = own.partition(":")
-        entered, device = rest[: int(length)], rest[int(length) :].split(",")
+        entered, told = rest[: int(length)], rest[int(length) :]
+        kind, *axis = entered.split(":")[:-1]
+        if kind == "pg_sub":
+            told = self._group(int(rank), int(axis[0]), told)
+        else:
+            told = self._device(int(rank), told)
         entered = f"{entered.rpartition(':')[0]}:{rank}"
-        # Id, process, x, y, z, core; then its slice and kind, the same for all.
-        device[:6] = map(str, (rank, rank, *self._coordinates(int(rank))))
-        told = f"{len(entered)}:{entered}{','.join(device)}"
+        told = f"{len(entered)}:{entered}{told}"
         return f"{len(told)}:{told}".encode()
+
+    def _device(self, rank: int, first: str) -> str:
+        """Return a rank's id, process, x, y, z, core, slice and kind, as rank 0 says its own."""
+        device = first.split(",")
+        slice_, number = divmod(rank, self._ranks // self._slices)
+        # Each slice has ids of its own in libtpu, from a multiple of 100,000 on.
+        device[0] = str(int(device[0]) + 100_000 * slice_ + number)
+        device[1:6] = map(str, (rank, *self._coordinates(rank)))
+        device[6] = str(int(device[6]) + slice_)  # -1: there is but one
+        return ",".join(device)
+
+    def _group(self, rank: int, axis: int, first: str) -> str:
+        """Return a rank's place in its group along an axis, the rank, and what names the group, as
+        rank 0 says it of its own."""
+        groups = self.mesh.movedim(axis, -1).flatten(end_dim=-2)
+        (group,) = (sorted(each) for each in groups.tolist() if rank in each)
+        name = first.partition(":")[2] + (str(group[0]) if group[0] else "")
+        return f"{group.index(rank)},{rank}:{name}"
 
     def add(self, key: str, amount: int) -> int:
         if amount == 0:  # how many have come

@@ -135,10 +135,17 @@ def on_the_host() -> None:
 
 
 def in_slices(indices: list[int]) -> None:
-    """Let the device of each rank be in the slice of this index; prints how they are arranged."""
-    device = {"coords": [0, 0, 0], "core_on_chip": 0, "device_kind": "TPU v5e"}
+    """Let the device of each rank be in the slice of this index, those of the first ranks at its
+    far end; prints how they are arranged."""
+    device = {"core_on_chip": 0, "device_kind": "TPU v5e"}
     found = [
-        types.SimpleNamespace(**device, id=rank, process_index=rank, slice_index=index)
+        types.SimpleNamespace(
+            **device,
+            coords=[indices[rank + 1 :].count(index), 0, 0],
+            id=rank,
+            process_index=rank,
+            slice_index=index,
+        )
         for rank, index in enumerate(indices)
     ]
     tpu_distributed.global_device_attributes = lambda: found

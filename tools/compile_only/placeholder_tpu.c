@@ -76,7 +76,7 @@ typedef struct {
   union { const char *text; int64_t integer; const int64_t *integers; } value;
   size_t value_size;
 } NamedValue;
-enum { INT64_LIST = 2 };
+enum { INT64 = 1, INT64_LIST = 2 };
 
 static Function **libtpu, **ours;
 static Layouts *libtpu_layouts;
@@ -149,11 +149,13 @@ static void *client_create(void *raw) {
   const char *name = getenv("PLACEHOLDER_TOPOLOGY");
   const char *bounds = getenv("PLACEHOLDER_CHIPS_PER_HOST");
   int64_t chips[3] = {0};
-  NamedValue option = {sizeof option, NULL, "chips_per_host_bounds", 21, INT64_LIST,
-                       {.integers = chips}, 3};
+  NamedValue options[2] = {{sizeof *options, NULL, "num_slices", 10, INT64, {0}, 1},
+                           {sizeof *options, NULL, "chips_per_host_bounds", 21, INT64_LIST,
+                            {.integers = chips}, 3}};
+  options->value.integer = atoi(getenv("PLACEHOLDER_SLICES"));
   if (bounds) sscanf(bounds, "%ld,%ld,%ld", &chips[0], &chips[1], &chips[2]);
   ARGS(const char *name; size_t name_size; const NamedValue *options; size_t count; void *topology)
-      create = {sizeof create, NULL, name, strlen(name), &option, bounds ? 1 : 0};
+      create = {sizeof create, NULL, name, strlen(name), options, bounds ? 2 : 1};
   void *error = libtpu[TOPOLOGY_CREATE](&create);
   if (error) return error;
   topology = create.topology;

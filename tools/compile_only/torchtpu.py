@@ -62,6 +62,7 @@ from tpu_attention.kernels import COUNTED, Counted, counted_here
 from training.backend import Backend
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
+from training.mesh import replicas
 from training.rules import check_features
 from training.schedule import StepRates
 from xla_fsdp.config import XlaConfig
@@ -81,14 +82,14 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     used = (torch_tpu_private, kernels_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
-    topology = parse_topology(name)
+    topology = parse_topology(name, replicas(config.sharding))
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
     run = resolve_for_slice(config, backend_config, topology)
-    if run.mesh.fsdp != run.mesh.devices:
+    if run.mesh.fsdp != topology.slice_devices:
         raise UsageError(
-            "--compile_only with --backend torchtpu compiles FSDP over all devices only, not "
-            f"{run.mesh}: drop --mesh_dcn, --mesh_domain and --run_without_fsdp"
+            "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
+            f"only, not {run.mesh}: drop --mesh_domain and --run_without_fsdp"
         )
     if asked.explain and run.plan.compile != "step":
         raise UsageError(
@@ -170,8 +171,15 @@ class PlaceholderTpu(devices.Tpu):
     collectives = "tpu:tpu_dist"
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
+    store: torch_tpu_private.AbsentRanks
+    """By which the other processes of the slice seem to be there."""
+
     def count(self) -> int | None:
         return None
+
+    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.store.mesh = super().arrange(shape)
+        return self.store.mesh
 
 
 @contextlib.contextmanager
@@ -234,6 +242,7 @@ def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
         "TPU_LIBRARY_PATH": str(plugin),
         "PLACEHOLDER_LIBTPU": os.path.join(*package.submodule_search_locations, "libtpu.so"),
         "PLACEHOLDER_TOPOLOGY": topology.name,
+        "PLACEHOLDER_SLICES": str(topology.slices),
         "PLACEHOLDER_FOLDER": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
@@ -305,11 +314,13 @@ def _run_steps(
     places = Links(topology).places
 
     def coordinates(rank: int) -> tuple[int, int, int, int]:
-        x, y, z = (*places[rank], 0)[:3]
+        x, y, z = (*places[rank % len(places)], 0)[:3]
         return x, y, z, rank % topology.chip.devices
 
-    store = torch_tpu_private.AbsentRanks(topology.devices, coordinates)
-    dist.init_process_group(device.collectives, store=store, rank=0, world_size=topology.devices)
+    device.store = torch_tpu_private.AbsentRanks(topology.devices, coordinates, topology.slices)
+    dist.init_process_group(
+        device.collectives, store=device.store, rank=0, world_size=topology.devices
+    )
     # What the hosts compare returns at once: no other process is there.
     world = dist.distributed_c10d._get_default_group()
     name, gloo = world.group_name, dist.ProcessGroup.BackendType.GLOO
@@ -485,7 +496,7 @@ def _graph(step: ProgramLog, number: int, links: Links, variables: dict[str, str
     return CompiledGraph(
         runs=step.runs[number],
         compiled=compiled,
-        traffic=measure(hlo, topology.devices),
+        traffic=measure(hlo, topology.devices, topology.slices),
         expected=expect(hlo, links),
         flops=topology.devices * count_flops(traced),
         resident_bytes=max(0, step.peaks[number] - peak),

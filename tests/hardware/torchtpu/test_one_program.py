@@ -5,6 +5,7 @@ tests/integration/torch_fsdp/test_simple_fsdp.py runs the same graphs in several
 """
 
 import shutil
+import sys
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.support.curves import (
     assert_same_training,
 )
 from tests.support.dino import DINO
+from tests.support.launching import finish, free_port, start
 from tests.support.mae import MAE
 from tests.support.marks import long
 from tests.support.pairs import PAIR_FLAGS
@@ -90,3 +92,26 @@ def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
     train_tiny_tpu(run, *SIMPLE, "--max_steps", "4")
     moved = train_tiny_gpu(run, "--max_steps", "6", processes=2)
     assert_same_curves(moved, reference, rel=1e-5)
+
+
+def test_processes_that_trace_different_steps(tmp_path):
+    """Both end before they compile them: their collectives would wait for each other for ever."""
+    group = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "FAULT_AT": "loss 9 9",  # of a later step, for which the loss of each is multiplied by 1
+    }
+    programs = ["run_vit_training", "tests.fakes.fault_at_step"]
+    processes = [
+        start(
+            *(sys.executable, "-m", TORCHTPU, *tiny(tmp_path), *SIMPLE),
+            **(group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PROGRAM": program}),
+        )
+        for rank, program in enumerate(programs)
+    ]
+    for process in processes:
+        code, _, stderr = finish(process)
+        assert code == 1, stderr
+        assert "the processes have traced different steps" in stderr

@@ -101,6 +101,18 @@ def test_lion_with_a_replica_in_each_slice(tmp_path, monkeypatch):
     assert_same_training(here, there)
 
 
+def test_checkpoint_of_processes_that_are_not_in_order_in_their_slice(tmp_path, monkeypatch):
+    """The shards that it names are those that the processes have."""
+    flags = "--no-compile --max_steps".split()
+    reference = train_tiny_gpu(tmp_path / "reference", "--max_steps", "4")
+    monkeypatch.setenv("SLICES", "0 0")
+    here = train_tiny_tpu(tmp_path / "run", *flags, "2", processes=2)
+    assert "ranks [[0, 1]]" in here.stderr
+    moved = train_tiny_gpu(tmp_path / "run", "--max_steps", "4")
+    assert "at step 2" in moved.stdout
+    assert_same_curves(moved, reference, rel=1e-5)
+
+
 @pytest.mark.long
 def test_rows_of_images_over_processes(tiny_on_gpu, tmp_path):
     result = train_tiny_tpu(tmp_path, "--mesh_domain", "2", "--no-compile", processes=2)

@@ -39,6 +39,23 @@ def test_form(processes, flags, tiny_on_gpu, tmp_path):
     assert_same_training(result, tiny_on_gpu)
 
 
+KEPT, WHOLE = "SimpleFSDP ZeRO-2, one unit per block", "SimpleFSDP as data parallel (no sharding)"
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "form"),
+    [
+        (2, [*TRACED, "--zero_dp_strategy", "2", "--grad_accum_steps", "2"], KEPT),
+        long(4, [*EAGER, "--no_reshard_after_forward", "--grad_ckpt", "selective"], KEPT),
+        (4, [*TRACED, "--run_without_fsdp"], WHOLE),
+    ],
+)
+def test_what_is_sharded(processes, flags, form, tiny_on_gpu, tmp_path):
+    result = train_tiny_gpu(tmp_path, *flags, processes=processes)
+    assert f"{form}, " in result.run_file["backend"]
+    assert_same_training(result, tiny_on_gpu)
+
+
 PADDED = "--batch_size 18 --optimizer lion --lr 1e-3 --mixup 0.8 --layer_decay 0.75".split()
 AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --precision bf16".split()
 CASES = [
@@ -106,7 +123,7 @@ def test_bad_step_is_skipped_by_the_graph(tmp_path):
     )
 
 
-REFUSED = ["--zero_dp_strategy 2", "--optimizer muon", "--mesh_domain 2"]
+REFUSED = ["--zero_dp_strategy 1", "--optimizer muon", "--mesh_domain 2"]
 
 
 @pytest.mark.parametrize("flag", REFUSED)

@@ -114,6 +114,14 @@ SETUPS = {
         processes=4,
         groups=2,
     ),
+    "simple_hosts": Setup(
+        "SimpleFSDP as one graph, 2 replicas of 2 hosts",
+        tuple("--backend cuda --fsdp simple --compile --mesh_dcn 2 --micro_batch_size 32".split())
+        + _EACH_STEP,
+        module=_HOSTS,
+        processes=4,
+        groups=2,
+    ),
     "megatron_hosts": Setup(
         "Megatron-FSDP, 2 groups of 2 hosts, AdamW's state over all",
         tuple(

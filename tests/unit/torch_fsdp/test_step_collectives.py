@@ -58,7 +58,12 @@ def padded(shape):
 
 @pytest.mark.parametrize(
     ("flags", "passes", "recomputes"),
-    [("", 1, 1), ("--no_grad_ckpt", 1, 0), ("--grad_accum_steps 2 --grad_ckpt selective", 2, 1)],
+    [
+        ("", 1, 1),
+        ("--no_grad_ckpt", 1, 0),
+        ("--grad_accum_steps 2 --grad_ckpt selective", 2, 1),
+        ("--zero_dp_strategy 2", 1, 0),
+    ],
 )
 def test_collectives_of_a_step(fake_processes, flags, passes, recomputes):
     graph, shapes = traced(*flags.split())

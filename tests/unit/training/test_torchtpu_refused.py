@@ -80,11 +80,11 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
         ),
         ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
         (
-            "--tpu_topology v5e:2x2 --mesh_dcn 2",
-            "--compile_only with --backend torchtpu compiles FSDP over all devices only, not mesh "
-            "dcn 2 x fsdp 2: drop --mesh_dcn",
+            "--tpu_topology v5e:2x2 --mesh_domain 2",
+            "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
+            "only, not mesh fsdp 2 x domain 2: drop --mesh_domain",
         ),
-        ("--tpu_topology v5e:2x2 --mesh_dcn 3", "--mesh_dcn 3 x --mesh_fsdp 1 x --mesh_tensor 1"),
+        ("--tpu_topology v5e:2x2 --mesh_fsdp 3", "--mesh_dcn 1 x --mesh_fsdp 3 x --mesh_tensor 1"),
     ],
 )
 def test_not_compiled(flags, words, capsys, monkeypatch, tmp_path):
