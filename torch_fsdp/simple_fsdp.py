@@ -9,18 +9,21 @@ the device's compiler schedules collectives beside products.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from timm.layers import DropPath
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from models.blocks import blocks_differ
 from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.devices import Device
@@ -32,6 +35,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.scan import Scan
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -136,7 +140,7 @@ class Unit:
         """Return what begins the random numbers of a pass that starts; None outside of a trace."""
         if (random := StatelessRandom.of_trace) is None:
             return None
-        return functools.partial(random.at, random.next_pass(self.number))
+        return functools.partial(random.at, (self.number, random.next_pass(self.number)))
 
     def compute(
         self,
@@ -221,6 +225,152 @@ class Unit:
         return grad
 
 
+class _DropPath(DropPath):
+    """timm's, with a probability to keep that is a tensor, another one in each round of a loop."""
+
+    keep: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keep is None or not self.training:
+            return super().forward(x)
+        kept = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(self.keep)
+        return x * (kept / self.keep).to(x.dtype)
+
+
+class ScannedBlocks(nn.ModuleList):
+    """Blocks that are alike, called once for all: in a traced step as one loop forward and one
+    backward, which computes each block again from its input."""
+
+    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+        super().__init__(blocks)
+        self._units, self._device = units, device
+        self._keep: list[torch.Tensor] = []
+        self._drop_paths: list[_DropPath] = []
+        """Those of the last block, whose code all rounds run."""
+        for name, module in list(blocks[-1].named_modules()):
+            if isinstance(module, DropPath):
+                rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
+                self._keep.append((1 - torch.tensor(rates)).to(device.where))
+                self._drop_paths.append(_DropPath(module.drop_prob, module.scale_by_keep))
+                blocks[-1].set_submodule(name, self._drop_paths[-1])
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        shared: Mapping[str, torch.Tensor] | None = None,
+        stacked: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Compute what all blocks make of ``x``, (batch, tokens, width). Keyword arguments of
+        each block are ``shared``, without a gradient, and its part of ``stacked`` along
+        dimension 0."""
+        shared, stacked = shared or {}, stacked or {}
+        random = StatelessRandom.of_trace
+        if random is None:
+            for index, block in enumerate(self):
+                own = {name: values[index] for name, values in stacked.items()}
+                x = block(x, **shared, **own)
+            return x
+        first, x = self._units[0], x.to(self._units[0].dtype)
+        pass_ = random.next_pass(first.number)
+        shards = [shard for unit in self._units for shard in unit._shards()]
+        names = list(stacked)
+
+        def compute(
+            x: torch.Tensor,
+            given: list[torch.Tensor],
+            weights: list[torch.Tensor],
+            rest: list[torch.Tensor],
+        ) -> torch.Tensor:
+            number, *keep = rest
+            for module, probability in zip(self._drop_paths, keep, strict=True):
+                module.keep = probability
+            kwargs = {**shared, **dict(zip(names, given, strict=True))}
+            begin = functools.partial(random.at, (number, pass_))
+            try:
+                return self._units[-1].compute(weights, begin, (x,), kwargs)
+            finally:
+                for module in self._drop_paths:
+                    module.keep = None
+
+        return _LoopOfBlocks.apply(self, compute, len(names), x, *stacked.values(), *shards)
+
+
+class _LoopOfBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        blocks: ScannedBlocks,
+        compute: Callable[..., torch.Tensor],
+        count: int,
+        x: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        units, device = blocks._units, blocks._device
+        given, shards = list(tensors[:count]), list(tensors[count:])
+        slots = units[0].slots
+        trained = [shard.requires_grad for shard in shards[-len(slots) :]]
+        # In the dtype in which they are gathered: half of the copy, and the rounds convert nothing.
+        weights = [
+            torch.stack([shard.to(layout.dtype) for shard in shards[i :: len(slots)]])
+            for i, (_, _, layout) in enumerate(slots)
+        ]
+        numbers = torch.arange(len(units), dtype=torch.int32, device=x.device) + units[0].number
+        inputs = [*given, *weights, numbers, *blocks._keep]
+        needs = any(ctx.needs_input_grad)
+
+        def split(slices: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+            end = count + len(slots)
+            return slices[:count], slices[count:end], slices[end:]
+
+        def forward_body(state: list[torch.Tensor], slices: list[torch.Tensor]) -> Any:
+            (x,) = state
+            return [compute(x, *split(slices))], [x] if needs else []
+
+        y, *saved = itertools.chain(*Scan(forward_body, [x], inputs, device)([x], inputs))
+        if not needs:
+            return y
+        used: list[int] = []
+
+        def backward_body(state: list[torch.Tensor], slices: list[torch.Tensor]) -> Any:
+            (grad,), (x, *slices) = state, slices
+            given, weights, rest = split(slices)
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                given = [values.detach().requires_grad_() for values in given]
+                weights = [
+                    weight.detach().to(shard.dtype).requires_grad_(trains)
+                    for weight, shard, trains in zip(
+                        weights, shards[-len(slots) :], trained, strict=True
+                    )
+                ]
+                y = compute(x, given, weights, rest)
+            wanted = [i for i, tensor in enumerate((*given, *weights)) if tensor.requires_grad]
+            grad_x, *grads = torch.autograd.grad(
+                y, [x, *((*given, *weights)[i] for i in wanted)], grad, allow_unused=True
+            )
+            used[:] = [i for i, grad in zip(wanted, grads, strict=True) if grad is not None]
+            return [grad_x], [grad for grad in grads if grad is not None]
+
+        ctx.inputs, ctx.used, ctx.slots, ctx.count = [*saved, *inputs], used, len(slots), count
+        ctx.scan = Scan(backward_body, [torch.empty_like(y)], ctx.inputs, device, reverse=True)
+        ctx.blocks = len(units)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (grad_x,), found = ctx.scan([grad], ctx.inputs)
+        grads: list[Any] = [None] * (ctx.count + ctx.slots)
+        for i, values in zip(ctx.used, found, strict=True):
+            grads[i] = values
+        of_shards = [
+            None if values is None else values[block]
+            for block in range(ctx.blocks)
+            for values in grads[ctx.count :]
+        ]
+        return None, None, None, grad_x, *grads[: ctx.count], *of_shards
+
+
 def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
@@ -260,13 +410,21 @@ class SimpleFsdpBackend(TorchBackend):
         layouts: dict[nn.Parameter, Layout] = {}
 
         # Each block: weights, shards, recomputation.
+        blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
             cast_buffers(block, plan.dtype)
-            unit = self._unit(block, number, layouts)
+            unit = blocks[name] = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:
                 unit.untraced = compiled(unit.forward, plan, fullgraph=True)
             block.forward = unit if plan.grad_ckpt == "none" else unit.recompute(plan.grad_ckpt)
+        if self._graphs and plan.grad_ckpt == "full":
+            for stack in self._run.model.stacks:
+                alike = list(getattr(model, stack))
+                if len(alike) > 1 and not blocks_differ(alike):
+                    of_stack = [blocks[f"{stack}.{i}"] for i in range(len(alike))]
+                    scanned = ScannedBlocks(alike, of_stack, self._device)
+                    self._run.model.put_blocks(model, stack, scanned)
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")

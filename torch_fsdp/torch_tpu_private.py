@@ -4,9 +4,10 @@ Before using another version of torch_tpu, compare these functions with its sour
 only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
+import contextlib
 import importlib.util
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def compile_graph(
         return found[: len(results)]
 
     return run
+
+
+@contextlib.contextmanager
+def reverse_scans() -> Iterator[None]:
+    """Trace scans inside as loops from last to first: flipped inputs and outputs would be copies."""
+    from torch.fx import traceback
+    from torch_tpu._internal.compile import scan
+
+    with traceback.preserve_node_meta(), traceback.annotate({scan.SCAN_REVERSE_ANNOTATION: True}):
+        yield
 
 
 def barrier(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
