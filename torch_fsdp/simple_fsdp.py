@@ -95,10 +95,10 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
         ctx.layout, ctx.dtype = layout, shard.dtype
-        gathered = _c10d.all_gather_into_tensor(shard.to(layout.dtype), layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered)
-        if layout.dim:
-            whole = torch.cat(whole.chunk(layout.shards), dim=layout.dim)
+        shard = shard.to(layout.dtype).unsqueeze(0)
+        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
+        whole = whole.flatten(layout.dim, layout.dim + 1)
         return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
 
     @staticmethod
@@ -110,10 +110,11 @@ class Gather(torch.autograd.Function):
             sizes = list(grad.shape)
             sizes[layout.dim] = padding
             grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
-        if layout.dim:
-            grad = torch.cat(grad.chunk(layout.shards, dim=layout.dim))
+        # A dimension of its own for the shards: XLA tiles the last two, and makes an all-reduce of
+        # a reduce-scatter that would divide a tile.
+        grad = grad.unflatten(layout.dim, (layout.shards, layout.chunk)).movedim(layout.dim, 0)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
-        return (_c10d.wait_tensor(summed) / layout.shards).to(ctx.dtype), None
+        return (_c10d.wait_tensor(summed).squeeze(0) / layout.shards).to(ctx.dtype), None
 
 
 @dataclass

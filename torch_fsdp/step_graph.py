@@ -167,8 +167,8 @@ class StatelessRandom(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._place: Place = (0, 0)
-        self._draws: Counter[str] = Counter()
-        """How many times it has drawn there, by kind."""
+        self._draws: Counter[tuple[int, ...]] = Counter()
+        """How many times it has drawn there, by shape."""
 
     def begin(self, seed: torch.Tensor) -> None:
         """Begin a micro-batch; ``seed``: an int32 scalar."""
@@ -191,12 +191,13 @@ class StatelessRandom(TorchDispatchMode):
         finally:
             self._place, self._draws = outside
 
-    def uniform(self, shape: Sequence[int], kind: str) -> torch.Tensor:
-        """Return numbers in [0, 1), fp32. Draws of each ``kind`` are counted by themselves: in the
-        first block, nothing draws for stochastic depth."""
-        self._draws[kind] += 1
+    def uniform(self, size: Sequence[int]) -> torch.Tensor:
+        """Return numbers in [0, 1), fp32. Draws of each shape are counted by themselves: dropout's
+        are the same in a block without stochastic depth, as the first one is outside of a loop."""
+        shape = tuple(size)
+        self._draws[shape] += 1
         unit, pass_ = self._place
-        key = hashed(hashed(self._seed + key_of(self._draws[kind], kind, pass_)) + unit)
+        key = hashed(hashed(self._seed + key_of(self._draws[shape], shape, pass_)) + unit)
         bits = random_bits(shape, key.device, key, key)
         return (bits & 0xFFFFFF).float() * 2.0**-24
 
@@ -226,7 +227,7 @@ def _rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
 def _bernoulli_(
     random: StatelessRandom, x: torch.Tensor, p: float | torch.Tensor = 0.5, generator: None = None
 ) -> torch.Tensor:
-    return x.copy_(random.uniform(x.shape, "bernoulli") < p)
+    return x.copy_(random.uniform(x.shape) < p)
 
 
 def _native_dropout(
@@ -234,17 +235,17 @@ def _native_dropout(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = random.uniform(x.shape, "dropout") < 1 - p
+    kept = random.uniform(x.shape) < 1 - p
     return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
 def _rand(random: StatelessRandom, size: Sequence[int], **how: Any) -> torch.Tensor:
-    return random.uniform(size, "rand").to(how.get("dtype") or torch.get_default_dtype())
+    return random.uniform(size).to(how.get("dtype") or torch.get_default_dtype())
 
 
 def _randn(random: StatelessRandom, size: Sequence[int], **how: Any) -> torch.Tensor:
-    radius = (-2 * (1 - random.uniform(size, "randn")).log()).sqrt()  # Box and Muller's transform
-    normal = radius * (2 * math.pi * random.uniform(size, "randn")).cos()
+    radius = (-2 * (1 - random.uniform(size)).log()).sqrt()  # Box and Muller's transform
+    normal = radius * (2 * math.pi * random.uniform(size)).cos()
     return normal.to(how.get("dtype") or torch.get_default_dtype())
 
 
