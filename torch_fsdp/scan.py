@@ -1,7 +1,8 @@
-"""A loop over the first dimension of tensors, as one operation of a step's graph: its size, and
-with it the time to trace and to compile it, does not grow with the number of rounds."""
+"""A loop over blocks as one operation of a step's graph: its size, and with it the time to trace
+and to compile it, does not grow with their number."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
@@ -15,9 +16,9 @@ Body = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 
 
 class Scan:
-    """The loop, in a step that is being traced, for tensors of these shapes; ``reverse`` runs it
-    from last to first. Tensors that the body uses besides its arguments are the same in each
-    round."""
+    """A loop over the first dimension of tensors, in a step that is being traced, for tensors of
+    these shapes; ``reverse`` runs it from last to first. Tensors that the body uses besides its
+    arguments are the same in each round."""
 
     def __init__(
         self,
@@ -44,8 +45,87 @@ class Scan:
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[Tensors, Tensors]:
         """Return the last state and the stacked outputs."""
-        given = [x.contiguous() for x in state]
         found = self._device.scan(
-            self._body, given, list(inputs), self._captured, reverse=self._reverse
+            self._body,
+            [x.contiguous() for x in state],
+            list(inputs),
+            self._captured,
+            reverse=self._reverse,
         )
         return found[: self._states], found[self._states :]
+
+
+class ScanWithRecomputation(torch.autograd.Function):
+    """One function after the other of a tensor, by a loop forward and one backward, which computes
+    each again from its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[[torch.Tensor, Tensors], torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        per_round: int,
+        device: Device,
+        x: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return x after ``function(x, row)`` for each row of ``tensors``, in which the rows follow
+        each other. A loop holds a row's tensors in ``dtypes``. ``per_round``: rows in a round."""
+        columns = len(dtypes)
+        rows = [tensors[i : i + columns] for i in range(0, len(tensors), columns)]
+        inputs = [
+            torch.stack([row[column].to(dtype) for row in rows[place::per_round]])
+            for place in range(per_round)
+            for column, dtype in enumerate(dtypes)
+        ]
+
+        def rows_of(slices: Tensors) -> list[Tensors]:
+            return [slices[i : i + columns] for i in range(0, len(slices), columns)]
+
+        def forward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            saved, (x,) = [], state
+            for row in rows_of(slices):
+                saved.append(x)
+                x = function(x, row)
+            return [x], saved if any(ctx.needs_input_grad) else []
+
+        (y,), saved = Scan(forward_body, [x], inputs, device)([x], inputs)
+        if not saved:
+            return y
+
+        def backward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            (grad,), outputs = state, []
+            saved, read = slices[:per_round], rows_of(slices[per_round:])
+            for x, row in zip(reversed(saved), reversed(read), strict=True):
+                with torch.enable_grad():
+                    x = x.detach().requires_grad_()
+                    row = [
+                        values.detach().to(given.dtype).requires_grad_(given.requires_grad)
+                        for values, given in zip(row, rows[0], strict=True)
+                    ]
+                    y = function(x, row)
+                wanted = [i for i, values in enumerate(row) if values.requires_grad]
+                given = [x, *(row[i] for i in wanted)]
+                grad, *found = torch.autograd.grad(y, given, grad, allow_unused=True)
+                ctx.used = [i for i, g in zip(wanted, found, strict=True) if g is not None]
+                outputs = [g for g in found if g is not None] + outputs
+            return [grad], outputs
+
+        ctx.inputs, ctx.rows, ctx.columns, ctx.per_round = (
+            [*saved, *inputs],
+            len(rows),
+            columns,
+            per_round,
+        )
+        ctx.scan = Scan(backward_body, [y], ctx.inputs, device, reverse=True)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (grad,), stacked = ctx.scan([grad], ctx.inputs)
+        rows: list[list[Any]] = [[None] * ctx.columns for _ in range(ctx.rows)]
+        for i, row in enumerate(rows):
+            round_, place = divmod(i, ctx.per_round)
+            for number, column in enumerate(ctx.used, place * len(ctx.used)):
+                row[column] = stacked[number][round_]
+        return None, None, None, None, grad, *(values for row in rows for values in row)

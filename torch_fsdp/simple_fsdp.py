@@ -35,7 +35,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
-from torch_fsdp.scan import Scan
+from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -247,7 +247,7 @@ class ScannedBlocks(nn.ModuleList):
         self._units, self._device = units, device
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
-        """Those of the last block, whose code all rounds run."""
+        """Those of the last block, as which all are computed."""
         for name, module in list(blocks[-1].named_modules()):
             if isinstance(module, DropPath):
                 rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
@@ -272,104 +272,42 @@ class ScannedBlocks(nn.ModuleList):
                 own = {name: values[index] for name, values in stacked.items()}
                 x = block(x, **shared, **own)
             return x
-        first, x = self._units[0], x.to(self._units[0].dtype)
+        first, last = self._units[0], self._units[-1]
         pass_ = random.next_pass(first.number)
-        shards = [shard for unit in self._units for shard in unit._shards()]
-        names = list(stacked)
+        numbers = torch.arange(len(self), dtype=torch.int32, device=x.device) + first.number
+        of_each = [numbers, *self._keep, *stacked.values()]
+        rows = [
+            [*(values[index] for values in of_each), *unit._shards()]
+            for index, unit in enumerate(self._units)
+        ]
+        # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
+        dtypes = [values.dtype for values in of_each] + [layout.dtype for *_, layout in last.slots]
 
-        def compute(
-            x: torch.Tensor,
-            given: list[torch.Tensor],
-            weights: list[torch.Tensor],
-            rest: list[torch.Tensor],
-        ) -> torch.Tensor:
-            number, *keep = rest
-            for module, probability in zip(self._drop_paths, keep, strict=True):
-                module.keep = probability
-            kwargs = {**shared, **dict(zip(names, given, strict=True))}
-            begin = functools.partial(random.at, (number, pass_))
+        def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
+            given = iter(row)
+            begin = functools.partial(random.at, (next(given), pass_))
+            for module in self._drop_paths:
+                module.keep = next(given)
+            kwargs = {**shared, **{name: next(given) for name in stacked}}
             try:
-                return self._units[-1].compute(weights, begin, (x,), kwargs)
+                return last.compute([*given], begin, (x,), kwargs)
             finally:
                 for module in self._drop_paths:
                     module.keep = None
 
-        return _LoopOfBlocks.apply(self, compute, len(names), x, *stacked.values(), *shards)
+        return ScanWithRecomputation.apply(
+            compute,
+            dtypes,
+            self._per_round(),
+            self._device,
+            x.to(first.dtype),
+            *itertools.chain(*rows),
+        )
 
+    def _per_round(self) -> int:
+        import os
 
-class _LoopOfBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        blocks: ScannedBlocks,
-        compute: Callable[..., torch.Tensor],
-        count: int,
-        x: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        units, device = blocks._units, blocks._device
-        given, shards = list(tensors[:count]), list(tensors[count:])
-        slots = units[0].slots
-        trained = [shard.requires_grad for shard in shards[-len(slots) :]]
-        # In the dtype in which they are gathered: half of the copy, and the rounds convert nothing.
-        weights = [
-            torch.stack([shard.to(layout.dtype) for shard in shards[i :: len(slots)]])
-            for i, (_, _, layout) in enumerate(slots)
-        ]
-        numbers = torch.arange(len(units), dtype=torch.int32, device=x.device) + units[0].number
-        inputs = [*given, *weights, numbers, *blocks._keep]
-        needs = any(ctx.needs_input_grad)
-
-        def split(slices: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-            end = count + len(slots)
-            return slices[:count], slices[count:end], slices[end:]
-
-        def forward_body(state: list[torch.Tensor], slices: list[torch.Tensor]) -> Any:
-            (x,) = state
-            return [compute(x, *split(slices))], [x] if needs else []
-
-        y, *saved = itertools.chain(*Scan(forward_body, [x], inputs, device)([x], inputs))
-        if not needs:
-            return y
-        used: list[int] = []
-
-        def backward_body(state: list[torch.Tensor], slices: list[torch.Tensor]) -> Any:
-            (grad,), (x, *slices) = state, slices
-            given, weights, rest = split(slices)
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                given = [values.detach().requires_grad_() for values in given]
-                weights = [
-                    weight.detach().to(shard.dtype).requires_grad_(trains)
-                    for weight, shard, trains in zip(
-                        weights, shards[-len(slots) :], trained, strict=True
-                    )
-                ]
-                y = compute(x, given, weights, rest)
-            wanted = [i for i, tensor in enumerate((*given, *weights)) if tensor.requires_grad]
-            grad_x, *grads = torch.autograd.grad(
-                y, [x, *((*given, *weights)[i] for i in wanted)], grad, allow_unused=True
-            )
-            used[:] = [i for i, grad in zip(wanted, grads, strict=True) if grad is not None]
-            return [grad_x], [grad for grad in grads if grad is not None]
-
-        ctx.inputs, ctx.used, ctx.slots, ctx.count = [*saved, *inputs], used, len(slots), count
-        ctx.scan = Scan(backward_body, [torch.empty_like(y)], ctx.inputs, device, reverse=True)
-        ctx.blocks = len(units)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (grad_x,), found = ctx.scan([grad], ctx.inputs)
-        grads: list[Any] = [None] * (ctx.count + ctx.slots)
-        for i, values in zip(ctx.used, found, strict=True):
-            grads[i] = values
-        of_shards = [
-            None if values is None else values[block]
-            for block in range(ctx.blocks)
-            for values in grads[ctx.count :]
-        ]
-        return None, None, None, grad_x, *grads[: ctx.count], *of_shards
+        return int(os.environ.get("PER_ROUND", "1"))
 
 
 def _world() -> dist.ProcessGroup:
