@@ -49,7 +49,7 @@ class Scan:
             self._body,
             [x.contiguous() for x in state],
             list(inputs),
-            self._captured,
+            [x.detach() for x in self._captured],  # PyTorch's scan takes only what a trace knows
             reverse=self._reverse,
         )
         return found[: self._states], found[self._states :]

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from models.blocks import blocks_differ
 from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.devices import Device
@@ -357,13 +356,8 @@ class SimpleFsdpBackend(TorchBackend):
             if self._graphs and self._device.compiles_all:
                 unit.untraced = compiled(unit.forward, plan, fullgraph=True)
             block.forward = unit if plan.grad_ckpt == "none" else unit.recompute(plan.grad_ckpt)
-        if self._graphs and plan.grad_ckpt == "full":
-            for stack in self._run.model.stacks:
-                alike = list(getattr(model, stack))
-                if len(alike) > 1 and not blocks_differ(alike):
-                    of_stack = [blocks[f"{stack}.{i}"] for i in range(len(alike))]
-                    scanned = ScannedBlocks(alike, of_stack, self._device)
-                    self._run.model.put_blocks(model, stack, scanned)
+        if self._graphs:
+            self._form += f", {self._scan_blocks(model, blocks)}"
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -373,6 +367,18 @@ class SimpleFsdpBackend(TorchBackend):
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
+
+    def _scan_blocks(self, model: nn.Module, units: Mapping[str, Unit]) -> str:
+        """Replace each stack of blocks by a loop over them, if it can be one; return how they are
+        computed, for the line that describes a run."""
+        spec, mode = self._run.model, self._plan.grad_ckpt
+        if why := spec.why_blocks_differ() if mode == "full" else f"--grad_ckpt {mode}":
+            return f"blocks unrolled ({why})"
+        for stack in spec.stacks:
+            blocks = list(getattr(model, stack))
+            of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
+            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+        return "blocks as one loop"
 
     def _unit(
         self,

@@ -135,7 +135,7 @@ def _bodies_not_compiled_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reverse_scans() -> Iterator[None]:
-    """Trace scans inside as loops from last to first: flipped inputs and outputs would be copies."""
+    """Trace scans inside as loops from last to first. (Flips, as in PyTorch, would be copies.)"""
     from torch.fx import traceback
     from torch_tpu._internal.compile import scan
 
