@@ -80,7 +80,10 @@ class ScanWithRecomputation(torch.autograd.Function):
         ]
 
         def rows_of(slices: Tensors) -> list[Tensors]:
-            return [slices[i : i + columns] for i in range(0, len(slices), columns)]
+            found = [slices[i : i + columns] for i in range(0, len(slices), columns)]
+            return [
+                [x.to(given.dtype) for x, given in zip(row, rows[0], strict=True)] for row in found
+            ]
 
         def forward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
             saved, (x,) = [], state
@@ -100,7 +103,7 @@ class ScanWithRecomputation(torch.autograd.Function):
                 with torch.enable_grad():
                     x = x.detach().requires_grad_()
                     row = [
-                        values.detach().to(given.dtype).requires_grad_(given.requires_grad)
+                        values.detach().requires_grad_(given.requires_grad)
                         for values, given in zip(row, rows[0], strict=True)
                     ]
                     y = function(x, row)
