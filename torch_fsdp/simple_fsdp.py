@@ -4,7 +4,7 @@ The model holds shards. The forward pass of a block gathers its parameters
 (``_c10d_functional.all_gather_into_tensor``), and autograd reduce-scatters their gradients, as in
 torchtitan's SimpleFSDP (arXiv 2411.00284). There are no hooks, streams or prefetching: with
 --compile, ``step_graph.py`` traces forward, backward, clipping and update into one graph, in which
-the device's compiler schedules collectives beside products.
+the device's compiler schedules collectives beside products. Blocks that are alike are a loop in it.
 """
 
 import contextlib
