@@ -1,6 +1,7 @@
 """A loop over blocks as one operation of a step's graph: its size, and with it the time to trace
 and to compile it, does not grow with their number."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,71 +65,52 @@ class ScanWithRecomputation(torch.autograd.Function):
         ctx: Any,
         function: Callable[[torch.Tensor, Tensors], torch.Tensor],
         dtypes: Sequence[torch.dtype],
-        per_round: int,
         device: Device,
         x: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """Return x after ``function(x, row)`` for each row of ``tensors``, in which the rows follow
-        each other. A loop holds a row's tensors in ``dtypes``. ``per_round``: rows in a round."""
-        columns = len(dtypes)
-        rows = [tensors[i : i + columns] for i in range(0, len(tensors), columns)]
+        each other. The loop holds a row's tensors in ``dtypes``."""
+        rows = [tensors[i : i + len(dtypes)] for i in range(0, len(tensors), len(dtypes))]
         inputs = [
-            torch.stack([row[column].to(dtype) for row in rows[place::per_round]])
-            for place in range(per_round)
-            for column, dtype in enumerate(dtypes)
+            torch.stack([values.to(dtype) for values in column])
+            for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
         ]
 
-        def rows_of(slices: Tensors) -> list[Tensors]:
-            found = [slices[i : i + columns] for i in range(0, len(slices), columns)]
-            return [
-                [x.to(given.dtype) for x, given in zip(row, rows[0], strict=True)] for row in found
-            ]
+        def row_of(slices: Tensors) -> Tensors:
+            return [x.to(given.dtype) for x, given in zip(slices, rows[0], strict=True)]
 
         def forward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            saved, (x,) = [], state
-            for row in rows_of(slices):
-                saved.append(x)
-                x = function(x, row)
-            return [x], saved if any(ctx.needs_input_grad) else []
+            (x,) = state
+            return [function(x, row_of(slices))], [x] if any(ctx.needs_input_grad) else []
 
         (y,), saved = Scan(forward_body, [x], inputs, device)([x], inputs)
         if not saved:
             return y
 
         def backward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
-            (grad,), outputs = state, []
-            saved, read = slices[:per_round], rows_of(slices[per_round:])
-            for x, row in zip(reversed(saved), reversed(read), strict=True):
-                with torch.enable_grad():
-                    x = x.detach().requires_grad_()
-                    row = [
-                        values.detach().requires_grad_(given.requires_grad)
-                        for values, given in zip(row, rows[0], strict=True)
-                    ]
-                    y = function(x, row)
-                wanted = [i for i, values in enumerate(row) if values.requires_grad]
-                given = [x, *(row[i] for i in wanted)]
-                grad, *found = torch.autograd.grad(y, given, grad, allow_unused=True)
-                ctx.used = [i for i, g in zip(wanted, found, strict=True) if g is not None]
-                outputs = [g for g in found if g is not None] + outputs
-            return [grad], outputs
+            (grad,), (x, *slices) = state, slices
+            row = [
+                values.detach().requires_grad_(given.requires_grad)
+                for values, given in zip(row_of(slices), rows[0], strict=True)
+            ]
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = function(x, row)
+            trained = [i for i, values in enumerate(row) if values.requires_grad]
+            wanted = [x, *(row[i] for i in trained)]
+            grad, *found = torch.autograd.grad(y, wanted, grad, allow_unused=True)
+            ctx.used = [i for i, g in zip(trained, found, strict=True) if g is not None]
+            return [grad], [g for g in found if g is not None]
 
-        ctx.inputs, ctx.rows, ctx.columns, ctx.per_round = (
-            [*saved, *inputs],
-            len(rows),
-            columns,
-            per_round,
-        )
+        ctx.inputs, ctx.rows, ctx.columns = [*saved, *inputs], len(rows), len(dtypes)
         ctx.scan = Scan(backward_body, [y], ctx.inputs, device, reverse=True)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (grad,), stacked = ctx.scan([grad], ctx.inputs)
-        rows: list[list[Any]] = [[None] * ctx.columns for _ in range(ctx.rows)]
-        for i, row in enumerate(rows):
-            round_, place = divmod(i, ctx.per_round)
-            for number, column in enumerate(ctx.used, place * len(ctx.used)):
-                row[column] = stacked[number][round_]
-        return None, None, None, None, grad, *(values for row in rows for values in row)
+        (grad,), found = ctx.scan([grad], ctx.inputs)
+        columns: list[Sequence[Any]] = [[None] * ctx.rows] * ctx.columns
+        for i, stacked in zip(ctx.used, found, strict=True):
+            columns[i] = stacked.unbind()
+        return None, None, None, grad, *itertools.chain(*zip(*columns, strict=True))

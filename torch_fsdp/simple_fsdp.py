@@ -140,7 +140,7 @@ class Unit:
         """Return what begins the random numbers of a pass that starts; None outside of a trace."""
         if (random := StatelessRandom.of_trace) is None:
             return None
-        return functools.partial(random.at, (self.number, random.next_pass(self.number)))
+        return functools.partial(random.at, random.next_pass(self.number))
 
     def compute(
         self,
@@ -272,7 +272,7 @@ class ScannedBlocks(nn.ModuleList):
                 x = block(x, **shared, **own)
             return x
         first, last = self._units[0], self._units[-1]
-        pass_ = random.next_pass(first.number)
+        _, pass_ = random.next_pass(first.number)
         numbers = torch.arange(len(self), dtype=torch.int32, device=x.device) + first.number
         of_each = [numbers, *self._keep, *stacked.values()]
         rows = [
@@ -297,16 +297,10 @@ class ScannedBlocks(nn.ModuleList):
         return ScanWithRecomputation.apply(
             compute,
             dtypes,
-            self._per_round(),
             self._device,
             x.to(first.dtype),
             *itertools.chain(*rows),
         )
-
-    def _per_round(self) -> int:
-        import os
-
-        return int(os.environ.get("PER_ROUND", "1"))
 
 
 def _world() -> dist.ProcessGroup:

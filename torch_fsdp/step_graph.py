@@ -176,10 +176,10 @@ class StatelessRandom(TorchDispatchMode):
         self._place, self._draws = (0, 0), Counter()
         self._passes: Counter[int] = Counter()
 
-    def next_pass(self, unit: int) -> int:
-        """Return the number of the next pass of a unit, for ``at``."""
+    def next_pass(self, unit: int) -> tuple[int, int]:
+        """Return the place of the next pass of a unit, for ``at``."""
         self._passes[unit] += 1
-        return self._passes[unit]
+        return unit, self._passes[unit]
 
     @contextlib.contextmanager
     def at(self, place: Place) -> Iterator[None]:
