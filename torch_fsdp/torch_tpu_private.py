@@ -136,9 +136,9 @@ def _bodies_not_compiled_alone() -> Iterator[None]:
 @contextlib.contextmanager
 def reverse_scans() -> Iterator[None]:
     """Trace scans inside as loops from last to first. (Flips, as in PyTorch, would be copies.)"""
-    from torch.fx import traceback
     from torch_tpu._internal.compile import scan
 
+    traceback: Any = importlib.import_module("torch.fx.traceback")  # names of newer PyTorch
     with traceback.preserve_node_meta(), traceback.annotate({scan.SCAN_REVERSE_ANNOTATION: True}):
         yield
 
