@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,25 @@ class Device:
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors, in a graph in a way that its compiler does not see through."""
         return tensors
+
+    def scan(
+        self,
+        body: torch.fx.GraphModule,
+        state: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        captured: Sequence[torch.Tensor],
+        *,
+        reverse: bool,
+    ) -> list[torch.Tensor]:
+        """Return the last state and the stacked outputs of a loop over the first dimension of
+        ``inputs``, in a trace. ``body``: (state, a slice of each input, captured) -> (next state, a
+        slice of each output)."""
+        if reverse:
+            inputs = [x.flip(0) for x in inputs]
+        found = list(torch.ops.higher_order.scan(body, state, inputs, tuple(captured)))
+        if reverse:
+            found[len(state) :] = [x.flip(0) for x in found[len(state) :]]
+        return found
 
     def mark(self) -> Mark:
         """Return the moment at which the device has done what was issued until now, without
@@ -330,6 +350,18 @@ class Tpu(Device):
 
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return torch_tpu_private.barrier(tensors)
+
+    def scan(
+        self,
+        body: torch.fx.GraphModule,
+        state: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        captured: Sequence[torch.Tensor],
+        *,
+        reverse: bool,
+    ) -> list[torch.Tensor]:
+        with torch_tpu_private.reverse_scans() if reverse else nullcontext():
+            return super().scan(body, state, inputs, captured, reverse=False)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         torch_tpu_private.issue(tensors)

@@ -4,18 +4,20 @@ The model holds shards. The forward pass of a block gathers its parameters
 (``_c10d_functional.all_gather_into_tensor``), and autograd reduce-scatters their gradients, as in
 torchtitan's SimpleFSDP (arXiv 2411.00284). There are no hooks, streams or prefetching: with
 --compile, ``step_graph.py`` traces forward, backward, clipping and update into one graph, in which
-the device's compiler schedules collectives beside products.
+the device's compiler schedules collectives beside products. Blocks that are alike are a loop in it.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from timm.layers import DropPath
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
@@ -33,6 +35,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
 from tpu_attention.choice import choose_mask
@@ -93,10 +96,10 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
         ctx.layout, ctx.dtype = layout, shard.dtype
-        gathered = _c10d.all_gather_into_tensor(shard.to(layout.dtype), layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered)
-        if layout.dim:
-            whole = torch.cat(whole.chunk(layout.shards), dim=layout.dim)
+        shard = shard.to(layout.dtype).unsqueeze(0)
+        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
+        whole = whole.flatten(layout.dim, layout.dim + 1)
         return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
 
     @staticmethod
@@ -108,10 +111,11 @@ class Gather(torch.autograd.Function):
             sizes = list(grad.shape)
             sizes[layout.dim] = padding
             grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
-        if layout.dim:
-            grad = torch.cat(grad.chunk(layout.shards, dim=layout.dim))
+        # A dimension of its own for the shards: XLA tiles the last two, and makes an all-reduce of
+        # a reduce-scatter that would divide a tile.
+        grad = grad.unflatten(layout.dim, (layout.shards, layout.chunk)).movedim(layout.dim, 0)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
-        return (_c10d.wait_tensor(summed) / layout.shards).to(ctx.dtype), None
+        return (_c10d.wait_tensor(summed).squeeze(0) / layout.shards).to(ctx.dtype), None
 
 
 @dataclass
@@ -241,6 +245,84 @@ class Unit:
         return grad
 
 
+class _DropPath(DropPath):
+    """timm's, with a probability to keep that is a tensor, another one in each round of a loop."""
+
+    keep: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keep is None or not self.training:
+            return super().forward(x)
+        kept = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(self.keep)
+        return x * (kept / self.keep).to(x.dtype)
+
+
+class ScannedBlocks(nn.ModuleList):
+    """Blocks that are alike, called once for all: in a traced step as one loop forward and one
+    backward, which computes each block again from its input."""
+
+    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+        super().__init__(blocks)
+        self._units, self._device = units, device
+        self._keep: list[torch.Tensor] = []
+        self._drop_paths: list[_DropPath] = []
+        """Those of the last block, as which all are computed."""
+        for name, module in list(blocks[-1].named_modules()):
+            if isinstance(module, DropPath):
+                rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
+                self._keep.append((1 - torch.tensor(rates)).to(device.where))
+                self._drop_paths.append(_DropPath(module.drop_prob, module.scale_by_keep))
+                blocks[-1].set_submodule(name, self._drop_paths[-1])
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        shared: Mapping[str, torch.Tensor] | None = None,
+        stacked: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Compute what all blocks make of ``x``, (batch, tokens, width). Keyword arguments of
+        each block are ``shared``, without a gradient, and its part of ``stacked`` along
+        dimension 0."""
+        shared, stacked = shared or {}, stacked or {}
+        random = StatelessRandom.of_trace
+        if random is None:
+            for index, block in enumerate(self):
+                own = {name: values[index] for name, values in stacked.items()}
+                x = block(x, **shared, **own)
+            return x
+        first, last = self._units[0], self._units[-1]
+        _, pass_ = random.next_pass(first.number)
+        numbers = torch.arange(len(self), dtype=torch.int32, device=x.device) + first.number
+        of_each = [numbers, *self._keep, *stacked.values()]
+        rows = [
+            [*(values[index] for values in of_each), *unit._shards()]
+            for index, unit in enumerate(self._units)
+        ]
+        # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
+        dtypes = [values.dtype for values in of_each] + [layout.dtype for *_, layout in last.slots]
+
+        def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
+            given = iter(row)
+            begin = functools.partial(random.at, (next(given), pass_))
+            for module in self._drop_paths:
+                module.keep = next(given)
+            kwargs = {**shared, **{name: next(given) for name in stacked}}
+            try:
+                return last.compute([*given], begin, (x,), kwargs)
+            finally:
+                for module in self._drop_paths:
+                    module.keep = None
+
+        return ScanWithRecomputation.apply(
+            compute,
+            dtypes,
+            self._device,
+            x.to(first.dtype),
+            *itertools.chain(*rows),
+        )
+
+
 def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
@@ -284,16 +366,19 @@ class SimpleFsdpBackend(TorchBackend):
         choose_mask(model, plan.attention)
 
         # Each block: weights, attention, shards, recomputation.
+        blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
             use_attention(block, plan.attention)
             cast_buffers(block, plan.dtype)
-            unit = self._unit(block, number, layouts)
+            unit = blocks[name] = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:
                 unit.untraced = compiled(unit.forward, plan, fullgraph=True)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
+        if self._graphs:
+            self._form += f", {self._scan_blocks(model, blocks)}"
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -303,6 +388,23 @@ class SimpleFsdpBackend(TorchBackend):
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
+
+    def _scan_blocks(self, model: nn.Module, units: Mapping[str, Unit]) -> str:
+        """Replace each stack of blocks by a loop over them, if it can be one; return how they are
+        computed, for the line that describes a run."""
+        spec, plan = self._run.model, self._plan
+        why = spec.why_blocks_differ()
+        if plan.grad_ckpt != "full":
+            why = f"--grad_ckpt {plan.grad_ckpt}"
+        elif plan.zero == 2:
+            why = "--zero_dp_strategy 2"
+        if why:
+            return f"blocks unrolled ({why})"
+        for stack in spec.stacks:
+            blocks = list(getattr(model, stack))
+            of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
+            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+        return "blocks as one loop"
 
     def _unit(
         self,

@@ -87,7 +87,8 @@ class StepGraphs:
 def check_same(traced: GraphModule) -> None:
     """Raise RuntimeError in all processes unless all have traced the same graph. Collectives of
     different programs would wait for each other for ever. A collective call."""
-    digest = zlib.crc32(traced.code.encode())
+    graphs = [part for part in traced.modules() if isinstance(part, GraphModule)]
+    digest = zlib.crc32("".join(graph.code for graph in graphs).encode())
     largest, smallest = all_reduce_max(digest)(), -all_reduce_max(-digest)()
     if largest != smallest:
         raise RuntimeError("the processes have traced different steps")
@@ -102,7 +103,7 @@ def lift_state(traced: GraphModule, device: str) -> list[torch.Tensor]:
     state: list[torch.Tensor] = []
     for node in graph.find_nodes(op="get_attr"):
         values = getattr(traced, node.target)
-        if values.device.type != device:
+        if isinstance(values, GraphModule) or values.device.type != device:
             continue
         if id(values) not in inputs:
             with graph.inserting_after(last):
@@ -148,6 +149,10 @@ def written_inputs(traced: GraphModule) -> list[int]:
 # -- Random numbers --------------------------------------------------------------------------------
 
 
+Place = tuple[int | torch.Tensor, int]
+"""A unit's number, in a loop an int32 scalar, and which of its passes it is."""
+
+
 class StatelessRandom(TorchDispatchMode):
     """Replaces PyTorch's random operations inside by hashes of a seed, which is an input of the
     graph, of the place of the operation in the step, and of an entry's index.
@@ -155,18 +160,20 @@ class StatelessRandom(TorchDispatchMode):
     So the numbers differ from step to step, and are the same when a block is computed again.
     """
 
+    supports_higher_order_operators = True
     of_trace: ClassVar["StatelessRandom | None"] = None
     """Those of the step that this process is tracing; None between traces."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._place, self._draws = (0, 0), 0
-        """The unit, which of its passes it is in, and how many times it has drawn there."""
+        self._place: Place = (0, 0)
+        self._draws: Counter[tuple[int, ...]] = Counter()
+        """How many times it has drawn there, by shape."""
 
     def begin(self, seed: torch.Tensor) -> None:
         """Begin a micro-batch; ``seed``: an int32 scalar."""
         self._seed = seed
-        self._place, self._draws = (0, 0), 0
+        self._place, self._draws = (0, 0), Counter()
         self._passes: Counter[int] = Counter()
 
     def next_pass(self, unit: int) -> tuple[int, int]:
@@ -175,19 +182,22 @@ class StatelessRandom(TorchDispatchMode):
         return unit, self._passes[unit]
 
     @contextlib.contextmanager
-    def at(self, place: tuple[int, int]) -> Iterator[None]:
+    def at(self, place: Place) -> Iterator[None]:
         """Draw the numbers of a unit's pass inside: the same each time."""
         outside = self._place, self._draws
-        self._place, self._draws = place, 0
+        self._place, self._draws = place, Counter()
         try:
             yield
         finally:
             self._place, self._draws = outside
 
-    def uniform(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return numbers in [0, 1), fp32."""
-        self._draws += 1
-        key = hashed(self._seed + key_of(self._draws, *self._place))
+    def uniform(self, size: Sequence[int]) -> torch.Tensor:
+        """Return numbers in [0, 1), fp32. Draws of each shape are counted by themselves: dropout's
+        are the same in a block without stochastic depth, as the first one is outside of a loop."""
+        shape = tuple(size)
+        self._draws[shape] += 1
+        unit, pass_ = self._place
+        key = hashed(hashed(self._seed + key_of(self._draws[shape], shape, pass_)) + unit)
         bits = random_bits(shape, key.device, key, key)
         return (bits & 0xFFFFFF).float() * 2.0**-24
 
@@ -200,6 +210,8 @@ class StatelessRandom(TorchDispatchMode):
     ) -> Any:
         if draw := _DRAWS.get(func):
             return draw(self, *args, **(kwargs or {}))
+        if not isinstance(func, torch._ops.OpOverload):  # a loop, whose body was traced before
+            return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and _rate(func, args, kwargs or {}):
             raise NotImplementedError(f"a compiled step cannot draw the random numbers of {func}")
         return func(*args, **(kwargs or {}))
@@ -213,7 +225,7 @@ def _rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
 
 
 def _bernoulli_(
-    random: StatelessRandom, x: torch.Tensor, p: float = 0.5, generator: None = None
+    random: StatelessRandom, x: torch.Tensor, p: float | torch.Tensor = 0.5, generator: None = None
 ) -> torch.Tensor:
     return x.copy_(random.uniform(x.shape) < p)
 
@@ -239,6 +251,7 @@ def _randn(random: StatelessRandom, size: Sequence[int], **how: Any) -> torch.Te
 
 _DRAWS: dict[Any, Callable[..., Any]] = {
     _aten.bernoulli_.float: _bernoulli_,
+    _aten.bernoulli_.Tensor: _bernoulli_,
     _aten.native_dropout.default: _native_dropout,
     _aten.rand.default: _rand,
     _aten.randn.default: _randn,

@@ -4,12 +4,15 @@ Before using another version of torch_tpu, compare these functions with its sour
 only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -106,7 +109,8 @@ def compile_graph(
     output.args = ([*results, *(placeholders[i] for i in written)],)
     graph.recompile()
     like = [values.detach() for values in inputs]
-    program = StaticCompiler()(graph, like, donated_inputs=list(written), module_name="step")
+    with _bodies_not_compiled_alone():
+        program = StaticCompiler()(graph, like, donated_inputs=list(written), module_name="step")
 
     def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
         found = program(*given)
@@ -115,6 +119,29 @@ def compile_graph(
         return found[: len(results)]
 
     return run
+
+
+@contextlib.contextmanager
+def _bodies_not_compiled_alone() -> Iterator[None]:
+    """Lower the body of a scan inside, which torch_tpu 0.2.0 would also compile as a program of its
+    own, and then not run."""
+    from torch_tpu._internal.compile import scan
+
+    def lower(body: torch.fx.GraphModule, args: list[Any]) -> SimpleNamespace:
+        return SimpleNamespace(module=scan._build_body_mlir(body, args))
+
+    with mock.patch.object(scan.export, "fx_to_mlir", lower):
+        yield
+
+
+@contextlib.contextmanager
+def reverse_scans() -> Iterator[None]:
+    """Trace scans inside as loops from last to first. (Flips, as in PyTorch, would be copies.)"""
+    from torch_tpu._internal.compile import scan
+
+    traceback: Any = importlib.import_module("torch.fx.traceback")  # names of newer PyTorch
+    with traceback.preserve_node_meta(), traceback.annotate({scan.SCAN_REVERSE_ANNOTATION: True}):
+        yield
 
 
 def barrier(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -39,12 +39,14 @@ FORMS = {
     "scanned, kept": (1, "--cpu_devices 2 --no_grad_ckpt"),
     "nested": (1, "--xla_fsdp nested"),
     "fsdp2": (2, "--backend cuda"),
+    "simple": (2, "--backend cuda --fsdp simple --compile"),
     "megatron": (2, "--backend cuda --fsdp megatron --meta_init"),
 }
 CASES = [
     ("DINOv3", "scanned", "bf16"),
     long("DINOv3, SwiGLU", "tensor", "fp32"),
     long("EVA02", "fsdp2", "fp32"),
+    long("RoPE, mixed", "simple", "fp32"),
 ]
 
 

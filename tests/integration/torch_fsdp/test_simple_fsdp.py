@@ -1,6 +1,7 @@
 """SimpleFSDP on the CPU with gloo, run operation by operation or as one graph per step: losses of
 FSDP2, its checkpoints, and bit for bit the same after a stop."""
 
+import re
 import shutil
 
 import pytest
@@ -35,7 +36,9 @@ EAGER, TRACED = ["--fsdp", "simple"], ["--fsdp", "simple", "--compile"]
 def test_form(processes, flags, tiny_on_gpu, tmp_path):
     result = train_tiny_gpu(tmp_path, *flags, processes=processes)
     assert "SimpleFSDP ZeRO-3, one unit per block" in result.run_file["backend"]
-    assert ("one graph per step" in result.run_file["backend"]) == ("--compile" in flags)
+    graph = "one graph per step, blocks unrolled (--grad_ckpt " in result.run_file["backend"]
+    graph |= "one graph per step, blocks as one loop" in result.run_file["backend"]
+    assert graph == ("--compile" in flags)
     assert_same_training(result, tiny_on_gpu)
 
 
@@ -105,6 +108,27 @@ def test_resume_is_exact(form, tmp_path):
     for name in ("loss", "grad_norm", "lr"):
         assert resumed.column(name) == whole.column(name)[3:]
     assert resumed.evaluations == whole.evaluations
+
+
+def test_loop_draws_what_unrolled_blocks_do(tmp_path):
+    """Dropout and stochastic depth, at a rate of each block's own, with three blocks."""
+    flags = [*TRACED, *DROPOUT, "--num_blocks", "3"]
+    loop = train_tiny_gpu(tmp_path / "loop", *flags)
+    unrolled = train_tiny_gpu(tmp_path / "unrolled", *flags, "--no_grad_ckpt")
+    assert "blocks as one loop" in loop.run_file["backend"]
+    assert "blocks unrolled (--grad_ckpt none)" in unrolled.run_file["backend"]
+    assert_same_curves(loop, unrolled, rel=1e-6)
+
+
+@pytest.mark.long
+def test_blocks_that_differ_are_unrolled(tmp_path):
+    flags = ["--model", "timm/vit_dlittle_patch16_reg1_gap_256", "--max_steps", "3"]
+    fsdp2 = train_tiny_gpu(tmp_path / "fsdp2", *flags)
+    traced = train_tiny_gpu(tmp_path / "traced", *TRACED, *flags)
+    assert re.search(
+        r"blocks unrolled \(.* in block 1, but .* in block 0\)", traced.run_file["backend"]
+    )
+    assert_same_curves(traced, fsdp2, rel=1e-5)
 
 
 def test_bad_step_is_skipped_by_the_graph(tmp_path):

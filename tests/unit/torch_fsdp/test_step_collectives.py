@@ -50,6 +50,16 @@ def traced(*flags):
     return graph.traced, shapes
 
 
+def nodes_that_run(graph):
+    """Each node of a graph, and how often it runs: in a loop, once for each block."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.scan:
+            for inner, times in nodes_that_run(getattr(graph, node.args[0].target)):
+                yield inner, BLOCKS * times
+        else:
+            yield node, 1
+
+
 def padded(shape):
     """The elements of all shards of a parameter, along dimension 0 or that of the positions."""
     dim = 1 if shape[0] == 1 and shape[1] % PROCESSES == 0 else 0
@@ -68,12 +78,12 @@ def padded(shape):
 def test_collectives_of_a_step(fake_processes, flags, passes, recomputes):
     graph, shapes = traced(*flags.split())
     found, elements = Counter(), Counter()
-    for node in graph.graph.nodes:
+    for node, times in nodes_that_run(graph):
         kind = getattr(node.target, "__name__", "").partition(".")[0]
         if kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-            found[kind] += 1
+            found[kind] += times
             whole = node if kind == "all_gather_into_tensor" else node.args[0]
-            elements[kind] += whole.meta["val"].numel()
+            elements[kind] += times * whole.meta["val"].numel()
             group = dist.distributed_c10d._resolve_process_group(node.args[-1])
             assert dist.get_process_group_ranks(group) == [*range(PROCESSES)]
             if kind != "all_reduce":
