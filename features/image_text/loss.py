@@ -178,17 +178,17 @@ class _Side:
         own: Tensors = MappingProxyType({}),
         others: Tensors = MappingProxyType({}),
     ) -> None:
-        """Let ``update`` add up the ``sums`` of these names over all chunks; it is given ``own``
-        and ``others``, too."""
+        """Add up the ``sums`` of these names over all chunks. ``update`` is given ``own`` and
+        ``others``, too."""
         body = _Compare(self._replicas, self._padded, update)
         own, others = {**self._own, **own}, {**self._others, **others}
         sums: Tensors = {name: self._first(name) for name in names}
         pairs = others["ids"].shape[1]
-        rest = pairs % self._rows  # another chunk, smaller
-        for place, rows in ((slice(pairs - rest), self._rows), (slice(pairs - rest, pairs), rest)):
-            if rows:
-                stacked = {name: in_chunks(x[:, place], rows) for name, x in others.items()}
-                sums = self._replicas.scan(body, sums, own, stacked)
+        rest = pairs % self._rows  # the last chunk, if it is smaller
+        parts = [(slice(pairs - rest), self._rows), (slice(pairs - rest, pairs), rest)]
+        for part, rows in parts if rest else parts[:1]:
+            stacked = {name: _in_chunks(x[:, part], rows) for name, x in others.items()}
+            sums = self._replicas.scan(body, sums, own, stacked)
         self.sums |= sums
 
     def _first(self, name: str) -> torch.Tensor:
@@ -208,7 +208,7 @@ class _Side:
         return (is_nearest & self.is_pair()).sum().float()
 
 
-def in_chunks(values: torch.Tensor, rows: int) -> torch.Tensor:
+def _in_chunks(values: torch.Tensor, rows: int) -> torch.Tensor:
     """Return (chunks, replicas, rows, width) of (replicas, pairs, width), or (chunks, replicas x
     rows) of (replicas, pairs)."""
     chunks = values.unflatten(1, (-1, rows)).movedim(1, 0)
