@@ -39,7 +39,7 @@ def micro_batch_seed(seed: int, micro_batch_index: int, stream: int) -> int:
 
 
 def scan_eagerly(body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
-    """``Backend.scan`` as a loop of Python's."""
+    """``Backend.scan`` as a loop in Python."""
     for slices in zip(*stacked.values(), strict=True):
         state = body(state, {**shared, **dict(zip(stacked, slices, strict=True))})
     return state
@@ -233,11 +233,11 @@ class Backend(Protocol):
         (replicas_here, ...). No gradient passes through it."""
 
     def scan(self, body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
-        """Return the state after a ``body`` for each slice along dimension 0 of ``stacked``, in
-        order. It is given that slice, and in each round what is ``shared``. No gradient passes.
+        """Return the state after calling ``body`` for each slice along dimension 0 of ``stacked``,
+        in order. A call is given what is ``shared``, and its slice. No gradient passes through it.
 
-        A backend may compile a loop of one body. So the body must be hashable, read no tensors but
-        its arguments, and compute the same as another one that is equal to it.
+        A backend may compile one call for all. So ``body`` must be hashable, read no tensors but
+        its arguments, and compute the same as any other that equals it.
         """
 
     def read(self, values: Mapping[str, torch.Tensor]) -> Future[dict[str, list[float]]]:

@@ -24,7 +24,7 @@ from xla_fsdp.torch_xla_private import REPLICATED, local_shard_indices
 from xla_fsdp.xla_backend import XlaBackend
 
 _LEAST_ROUNDS = 3
-"""Of a loop that is one in the graph; with fewer its rounds are there one after the other."""
+"""The fewest rounds that are a loop in the graph; fewer are unrolled."""
 _STACKED = ".block."
 """Separates the name of a stack of blocks from a parameter's name in a block."""
 
