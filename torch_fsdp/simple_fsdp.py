@@ -195,9 +195,10 @@ class Unit:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             random = self._random()
-            run, weights = self.compute, self._shards()
+            weights = self._shards()
+            run: Callable[..., Any] = self.compute
             if keeps_gathered:
-                run, weights = self._compute_with, self._gathered(weights)
+                weights, run = self._gathered(weights), self._compute_with
             hidden: list[torch.Tensor] = []
             """In a recomputation: the arguments that are tensors, then the weights."""
 

@@ -68,8 +68,10 @@ def data(digits, tmp_path, monkeypatch):
     # Of TorchTPU.
     monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4)
     # What would take minutes.
-    for module in (command, torchtpu):
-        monkeypatch.setattr(module, "compile_step", lambda *flags: 0)
+    monkeypatch.setattr(command, "compile_step", lambda *flags: 0)
+    monkeypatch.setattr(torchtpu, "_check_installed", lambda: None)
+    monkeypatch.setattr(torchtpu, "_plugin_variables", lambda *where: {})
+    monkeypatch.setattr(torchtpu, "_record", lambda *what: "Used 2.00G of 1.00G hbm")
     monkeypatch.setattr(plan, "plan_slices", lambda *flags: 0)
     return tmp_path
 
