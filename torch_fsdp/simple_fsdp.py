@@ -110,7 +110,7 @@ class Gather(torch.autograd.Function):
             sizes[layout.dim] = padding
             grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
         grad = grad.unflatten(layout.dim, (layout.shards, layout.chunk)).movedim(layout.dim, 0)
-        # XLA makes an all-reduce of a reduce-scatter that would divide a tile, of 8 rows. On tpu7x a
+        # XLA makes an all-reduce of a reduce-scatter that would divide a tile of 8 rows. On tpu7x a
         # dimension of its own for the shards prevents it; on v6e that is always an all-reduce.
         if layout.chunk % 8 == 0:
             grad = grad.flatten(0, 1)
