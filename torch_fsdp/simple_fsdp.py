@@ -95,7 +95,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout, ctx.dtype = layout, shard.dtype
+        ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
         shard = shard.to(layout.dtype).unsqueeze(0)
         gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
         whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
@@ -111,11 +111,14 @@ class Gather(torch.autograd.Function):
             sizes = list(grad.shape)
             sizes[layout.dim] = padding
             grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
-        # A dimension of its own for the shards: XLA tiles the last two, and makes an all-reduce of
-        # a reduce-scatter that would divide a tile.
         grad = grad.unflatten(layout.dim, (layout.shards, layout.chunk)).movedim(layout.dim, 0)
+        # XLA makes an all-reduce of a reduce-scatter that would divide a tile of 8 rows. On tpu7x a
+        # dimension of its own for the shards prevents it; on v6e that is always an all-reduce.
+        if layout.chunk % 8 == 0:
+            grad = grad.flatten(0, 1)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
-        return (_c10d.wait_tensor(summed).squeeze(0) / layout.shards).to(ctx.dtype), None
+        summed = _c10d.wait_tensor(summed).view(ctx.shape)
+        return (summed / layout.shards).to(ctx.dtype), None
 
 
 @dataclass
