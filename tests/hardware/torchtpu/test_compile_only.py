@@ -123,9 +123,13 @@ def test_attention_is_this_programs_kernels(two_blocks, kept):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("form", "calls"), [("plain", 0), ("flash", 3)])
-def test_other_attention(form, calls, tmp_path):
-    found = compiled(1, "--attention", form, "--hlo_dir", str(tmp_path))
+@pytest.mark.parametrize(
+    ("form", "calls", "flags"),
+    [("plain", 0, ""), ("flash", 3, ""), ("whole", 3, "--native_resolution --token_budget 256")],
+)
+def test_other_attention(form, calls, flags, tmp_path):
+    words = f"--attention {form} --hlo_dir {tmp_path} {flags}".split()
+    found = compiled(1, *words)
     assert f"{form} attention" in found["sharding"]
     modules = [path.read_text() for path in tmp_path.glob("graph_*.hlo")]
     assert sum(len(CALL.findall(module)) for module in modules) == calls
