@@ -102,10 +102,12 @@ def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
         by_name = {instruction.name: instruction for instruction in instructions}
         for instruction in instructions:
             operands = instruction.text[len(instruction.shape) :].partition("), ")[0]
-            names = re.findall(r"%([\w.\-]+)", operands)
-            instruction.operands = [by_name[name] for name in names if name in by_name]
-            for operand in instruction.operands:
-                operand.users.append(instruction)
+            for name, element in re.findall(r"%([\w.\-]+)(?:#(\d+))?", operands):
+                if operand := by_name.get(name):
+                    operand.users.append(instruction)
+                    instruction.operands.append(
+                        _element(operand, int(element)) if element else operand
+                    )
             names = _CALLED.findall(instruction.text)
             instruction.called = [computations[name] for name in names if name in computations]
             condition = re.search(r"condition=%([\w.\-]+)", instruction.text)
@@ -115,6 +117,14 @@ def parse_module(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
                 bounds = re.findall(r"constant\((\d+)\)", "\n".join(texts))
                 instruction.rounds = max(map(int, bounds), default=1)
     return computations, entry
+
+
+def _element(whole: Instruction, number: int) -> Instruction:
+    """Return what newer compilers write as ``%name#number``, an element of a tuple of arrays."""
+    shape = [*_ARRAY.finditer(whole.shape)][number][0]
+    return Instruction(
+        f"{whole.name}#{number}", "get-tuple-element", shape, shape, operands=[whole]
+    )
 
 
 def types_of(text: str) -> list[tuple[str, list[int]]]:
