@@ -19,6 +19,15 @@ import torch.distributed as dist
 
 WRITTEN_FOR = {"torch_tpu": "0.2.0"}
 
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5p": "v5p",
+    "TPU v5e": "v5litepod",
+    "TPU v6e": "v6e",
+    "TPU v7": "tpu7x",
+}
+"""Accelerator types, by torch_tpu's names of the chips that it finds on the PCI bus."""
+
 
 def tpus_of_host() -> int | None:
     """Return the number of TPU devices on this host's PCI bus; None without the package.
@@ -26,11 +35,22 @@ def tpus_of_host() -> int | None:
     It starts none: it reads one file of torch_tpu, which needs nothing of the package. Once that is
     imported, PyTorch starts its runtime at the first backward pass, TPU or not.
     """
+    hardware = _hardware()
+    return hardware["get_tpu_device_count"]() if hardware else None
+
+
+def kind_of_host() -> str:
+    """Return the accelerator type of this host's chips, "v5litepod" say; "" where there is none."""
+    hardware = _hardware()
+    return _KINDS.get(hardware["get_tpu_device_name"](), "") if hardware else ""
+
+
+def _hardware() -> dict[str, Any] | None:
     package = importlib.util.find_spec("torch_tpu")
     if package is None or package.origin is None:
         return None
     file = Path(package.origin).parent / "_internal" / "utils" / "hardware.py"
-    return runpy.run_path(str(file))["get_tpu_device_count"]()
+    return runpy.run_path(str(file))
 
 
 def register() -> None:

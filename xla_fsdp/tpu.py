@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from tpu_machines import MACHINE_TYPES
+from tpu_machines import LIBTPU_VARIABLE, MACHINE_TYPES, add_flags, libtpu_flags
 from training.errors import UsageError
 from xla_fsdp import torch_xla_private
 
@@ -259,50 +259,11 @@ def takes_newer_libtpu(asked: str, topology: Topology) -> bool:
     return True
 
 
-VARIABLE = "LIBTPU_INIT_ARGS"
-
-_OURS = {
-    # Without it v4 and v5p gather weights by all-reduces of zero-padded whole ones. (torch_xla 2.9
-    # sets it, too.)
-    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
-    # Never a product in as many pieces as devices exchange: each reads its other side from HBM
-    # again, with --mesh_tensor as much as all the rest of the step.
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
-}
-_NOT_ON_V4 = {
-    # Vector memory that a fusion may use, twice libtpu's own limit: products then have larger
-    # tiles (docs/evidence/tpu_speed.md). It is half of what a v5p has, a quarter of v5e's.
-    "xla_tpu_scoped_vmem_limit_kib": "32768",
-    # Whole gradients are reduced while the next ones are computed, not in between. For v4 the
-    # compiler takes many times as long with it (libtpu 0.0.21).
-    "xla_enable_async_all_reduce": "true",
-}
-_OF_CHIP = {
-    # The other half of that: products that reduce on the side. libtpu 0.0.52 says that on other
-    # chips than v5e it may lead to incorrect results; 0.0.21 takes it there and says nothing.
-    "v5litepod": {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
-    # Half of what it has: its matrix units are the fastest beside their HBM.
-    "v6e": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
-    # As in Google's own recipes (AI-Hypercomputer/tpu-recipes, training/ironwood).
-    "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
-}
-
-
 def set_libtpu_flags(kind: str | None = None) -> None:
     """Add our own flags, for a chip of this kind (default: this host's), where neither the user
     nor torch_xla has set them; call it after torch_xla's import and before libtpu starts."""
-    os.environ[VARIABLE] = add_flags(os.environ.get(VARIABLE, ""), _ours(kind or kind_here()))
-
-
-def _ours(kind: str) -> dict[str, str]:
-    return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
-
-
-def add_flags(set_flags: str, ours: dict[str, str]) -> str:
-    """Return the flags that are set, and our own that are not among them."""
-    names = {flag.lstrip("-").partition("=")[0] for flag in set_flags.split()}
-    added = [f"--{name}={value}" for name, value in ours.items() if name not in names]
-    return " ".join([*set_flags.split(), *added])
+    set_before = os.environ.get(LIBTPU_VARIABLE, "")
+    os.environ[LIBTPU_VARIABLE] = add_flags(set_before, libtpu_flags(kind or kind_here()))
 
 
 def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> dict[str, str]:
@@ -313,13 +274,13 @@ def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> d
     """
     if newer:
         joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-        flags = add_flags(user_flags, _ours(topology.chip.kind))
-        return {VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
+        flags = add_flags(user_flags, libtpu_flags(topology.chip.kind))
+        return {LIBTPU_VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 
     before = dict(os.environ)
     try:
-        os.environ[VARIABLE] = user_flags
+        os.environ[LIBTPU_VARIABLE] = user_flags
         torch_xla_private.set_libtpu_defaults(topology.generation)
         set_libtpu_flags(topology.chip.kind)
         return {key: value for key, value in os.environ.items() if before.get(key) != value}
@@ -335,4 +296,4 @@ def raise_if_refused(stderr: str) -> None:
     )
     if refused:
         reasons = "; ".join(line.strip().rstrip(".;") for line in refused)
-        raise UsageError(f"libtpu refuses {VARIABLE} ({reasons}): correct or unset it")
+        raise UsageError(f"libtpu refuses {LIBTPU_VARIABLE} ({reasons}): correct or unset it")

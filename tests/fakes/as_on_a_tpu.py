@@ -30,11 +30,12 @@ assert "torch_xla" not in sys.modules
 
 import torch_xla  # noqa: E402, F401 - as a run does, for what it sets
 
+from tpu_machines import LIBTPU_VARIABLE  # noqa: E402
 from xla_fsdp import tpu  # noqa: E402
 
 tpu.set_libtpu_flags()
 run = dict(os.environ)
 compile_only = run | tpu.libtpu_environment(tpu.parse_topology(SLICES[kind]), given, newer=False)
-names = (tpu.VARIABLE, "TPU_MEGACORE")
+names = (LIBTPU_VARIABLE, "TPU_MEGACORE")
 told = [{name: each.get(name) for name in names} for each in (run, compile_only)]
 print(json.dumps(told))

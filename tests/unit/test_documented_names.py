@@ -27,7 +27,7 @@ def test_flags_and_files_that_documents_name_are_there():
     for path in [*(ROOT / "launch").iterdir(), *programs]:
         if path.is_file():
             known |= set(re.findall(r"--\w[\w-]+", path.read_text()))
-    ours = (ROOT / "xla_fsdp" / "tpu.py").read_text()
+    ours = (ROOT / "tpu_machines.py").read_text()
     known |= {flag for flag in flags if f'"{flag[2:]}"' in ours}  # libtpu's, which we set
     known |= {
         "--node-count",

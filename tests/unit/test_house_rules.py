@@ -21,11 +21,13 @@ MAY_IMPORT = {
     "features": {"config_fields", "models", "data", "training"},
     "tpu_attention": {"models", "training"},
     "xla_fsdp": {"config_fields", "tpu_machines", "models", "data", "training", "tpu_attention"},
-    "torch_fsdp": {"config_fields", "models", "data", "training", "tpu_attention"},
+    "torch_fsdp": {
+        *("config_fields", "tpu_machines", "models", "data", "training", "tpu_attention"),
+    },
     "gpu_fsdp": {"config_fields", "models", "data", "training", "torch_fsdp"},
     "tools": {
         *("check_python", "config_fields", "models", "data", "training"),
-        *("tpu_attention", "xla_fsdp", "torch_fsdp", "gpu_fsdp"),
+        *("tpu_machines", "tpu_attention", "xla_fsdp", "torch_fsdp", "gpu_fsdp"),
     },
     "launch": {"check_python", "config_fields", "tpu_machines", "training.processes.rendezvous"},
 }

@@ -22,6 +22,7 @@ from tools.compile_only.compiler import Compiled, Result, local_bytes
 from tools.compile_only.expected import Expected, Links, expect
 from tools.compile_only.explain import draw, explain, explained_json, explained_table
 from tools.compile_only.hlo import Traffic, count_flops, measure
+from tpu_machines import LIBTPU_VARIABLE
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
 from training.logs.figures import drawing
@@ -55,7 +56,7 @@ def start_xla(devices: int, form: str) -> None:
 def compile_step(config: RunConfig, xla: XlaConfig) -> int:
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
-    libtpu_args = os.environ.get(tpu.VARIABLE, "")  # before torch_xla adds its own
+    libtpu_args = os.environ.get(LIBTPU_VARIABLE, "")  # before torch_xla adds its own
     name = slice_name(xla, ": use --plan for several")
     compiler.check_installed("--compile_only")
     private_modules = (torch_xla_private, jax_private, timm_private)

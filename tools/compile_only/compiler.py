@@ -24,10 +24,11 @@ import numpy as np
 
 from tools.compile_only.hlo import types_of
 from tpu_attention.kernels import COUNTED, Counted
+from tpu_machines import LIBTPU_VARIABLE
 from training.errors import UsageError
 from training.processes.parent import end_with
 from xla_fsdp import environment, jax_private
-from xla_fsdp.tpu import CHIPS, VARIABLE, Topology, raise_if_refused
+from xla_fsdp.tpu import CHIPS, Topology, raise_if_refused
 
 JAX_WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
@@ -258,7 +259,7 @@ def _compile(
                 text = f"the TPU compiler rejects the step: {_first_line(error)}"
                 if "memory space vmem" in text:
                     limit = 32768 if topology.chip is CHIPS["tpu7x"] else 16384
-                    flag = f"{VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={limit}"
+                    flag = f"{LIBTPU_VARIABLE}=--xla_tpu_scoped_vmem_limit_kib={limit}"
                     text += f"; try libtpu's default limit, {flag}"
                 raise UsageError(text) from None
             seconds = time.perf_counter() - start
@@ -348,7 +349,7 @@ def write_kernel_cycles(
     cycles: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        variables = {**variables, VARIABLE: f"{variables.get(VARIABLE, '')} {dump}"}
+        variables = {**variables, LIBTPU_VARIABLE: f"{variables.get(LIBTPU_VARIABLE, '')} {dump}"}
         with (
             libtpu_process(variables, os.devnull) as process,
             contextlib.suppress(BrokenProcessPool),

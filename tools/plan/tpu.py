@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = "run_vit_training.py"
 _SOURCES = (
     *(_PROGRAM, "config_fields.py", "tpu_machines.py"),
-    *("features", "training", "models", "data", "xla_fsdp", "tools"),
+    *("features", "training", "models", "data", "tpu_attention", "xla_fsdp", "tools"),
 )
 _PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
 _VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")

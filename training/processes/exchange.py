@@ -155,8 +155,8 @@ _PACKAGES = "torch torch_xla megatron-fsdp transformer-engine timm torchvision n
 _FREE_FLAGS = {"num_workers", "index_dir", "local_ckpt_dir", "rebuild_index", "step_timeout_s"}
 """Flags that may differ between hosts, as they do not change results."""
 _CODE = (
-    "run_vit_training.py config_fields.py "
-    "features training models data xla_fsdp torch_fsdp gpu_fsdp"
+    "run_vit_training.py config_fields.py tpu_machines.py "
+    "features training models data tpu_attention xla_fsdp torch_fsdp gpu_fsdp"
 )
 
 

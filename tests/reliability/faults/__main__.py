@@ -73,8 +73,8 @@ FAULTS = {
     ),
 }
 CODE = (
-    "run_vit_training.py check_python.py config_fields.py features training models data "
-    "xla_fsdp torch_fsdp gpu_fsdp launch tests/reliability/faults "
+    "run_vit_training.py check_python.py config_fields.py tpu_machines.py features training "
+    "models data tpu_attention xla_fsdp torch_fsdp gpu_fsdp launch tests/reliability/faults "
     "tests/support/cli.py tests/fakes/megatron_on_cpu.py "
     "tests/fakes/hosts_with_disks.py tests/fakes/pod_of_hosts.py"
 ).split()
