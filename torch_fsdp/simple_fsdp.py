@@ -69,6 +69,10 @@ class Layout:
         dim = sharded_dim(shape, shards)
         return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
 
+    def of_several(self, count: int) -> "Layout":
+        """Return the layout of so many such parameters stacked along a new dimension 0."""
+        return replace(self, shape=torch.Size([count, *self.shape]), dim=self.dim + 1)
+
     @property
     def chunk(self) -> int:
         """The size of a shard along ``dim``, padding included."""
@@ -299,12 +303,20 @@ class ScannedBlocks(nn.ModuleList):
         _, pass_ = random.next_pass(first.number)
         numbers = torch.arange(len(self), dtype=torch.int32, device=x.device) + first.number
         of_each = [numbers, *self._keep, *stacked.values()]
+        layouts = [layout for *_, layout in last.slots]
+        columns = []
+        for shards, layout in zip(
+            zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
+        ):
+            if _is_gathered_once(layout):
+                shards = Gather.apply(torch.stack(shards), layout.of_several(len(shards))).unbind()
+            columns.append(shards)
         rows = [
-            [*(values[index] for values in of_each), *unit._shards()]
-            for index, unit in enumerate(self._units)
+            [*(values[index] for values in of_each), *(column[index] for column in columns)]
+            for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.dtype for *_, layout in last.slots]
+        dtypes = [values.dtype for values in of_each] + [layout.dtype for layout in layouts]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -312,8 +324,12 @@ class ScannedBlocks(nn.ModuleList):
             for module in self._drop_paths:
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
+            whole = [
+                values if _is_gathered_once(layout) else Gather.apply(values, layout)
+                for values, layout in zip(given, layouts, strict=True)
+            ]
             try:
-                return last.compute([*given], begin, (x,), kwargs)
+                return last._compute_with(whole, begin, (x,), kwargs)
             finally:
                 for module in self._drop_paths:
                     module.keep = None
@@ -325,6 +341,13 @@ class ScannedBlocks(nn.ModuleList):
             x.to(first.dtype),
             *itertools.chain(*rows),
         )
+
+
+def _is_gathered_once(layout: Layout) -> bool:
+    """Return True for norms and biases, whose values of all blocks are small. In each round of a
+    loop, their gradients would be all-reduces: a shard of them is no whole tile. These are not
+    asynchronous, so they wait for all that the links still have to do."""
+    return len(layout.shape) == 1
 
 
 def _world() -> dist.ProcessGroup:
