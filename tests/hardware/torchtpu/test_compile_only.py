@@ -178,7 +178,7 @@ def test_modules_of_unrolled_blocks(tmp_path):
     assert of_a_block | {"patch_embed.proj", "head", "loss", "optimizer"} <= seconds.keys()
     assert seconds.get("unknown", 0.0) < 0.2 * sum(seconds.values())
     phases = {row["phase"] for row in explained["costliest"] if row["module"] in of_a_block}
-    assert phases == {"forward", "recompute", "backward"}
+    assert {"backward"} <= phases <= {"forward", "recompute", "backward"}
     assert (tmp_path / "explain.png").stat().st_size > 1000
 
 
