@@ -96,6 +96,7 @@ typedef OBJECT(int number; void *executable; size_t outputs; int *types; int64_t
                Bytes assignment) Loaded;
 
 static void *topology;
+static void *own_slice;  // the topology of one: libtpu lowers no Mosaic kernel for several
 static Device *devices, **device_list;
 static size_t device_count;
 static Memory memories[] = {
@@ -159,6 +160,10 @@ static void *client_create(void *raw) {
   void *error = libtpu[TOPOLOGY_CREATE](&create);
   if (error) return error;
   topology = create.topology;
+  options->value.integer = 1;
+  error = libtpu[TOPOLOGY_CREATE](&create);
+  if (error) return error;
+  own_slice = create.topology;
   ARGS(void *topology; void *const *descriptions; size_t count)
       described = {sizeof described, NULL, topology};
   error = libtpu[TOPOLOGY_DESCRIPTIONS](&described);
@@ -225,7 +230,7 @@ static void *client_lookup_own_device(void *raw) {
 }
 static void *client_topology(void *raw) {
   ARGS(void *client; void *out) *a = raw;
-  a->out = topology;
+  a->out = own_slice;
   return NULL;
 }
 static void *client_default_device_assignment(void *raw) {
