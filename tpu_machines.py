@@ -49,9 +49,11 @@ _OF_CHIP = {
 }
 
 
-def libtpu_flags(kind: str) -> dict[str, str]:
-    """Return our own flags for chips of this kind, such as "v5litepod"; "": unknown."""
-    return _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
+def libtpu_flags(set_flags: str, kind: str) -> str:
+    """Return the flags that are set, and our own for chips of this kind, such as "v5litepod" ("":
+    unknown), that are not among them: a value of ``LIBTPU_VARIABLE``."""
+    ours = _OURS | ({} if kind == "v4" else _NOT_ON_V4) | _OF_CHIP.get(kind, {})
+    return add_flags(set_flags, ours)
 
 
 def add_flags(set_flags: str, ours: dict[str, str]) -> str:

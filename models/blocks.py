@@ -195,6 +195,16 @@ def blocks_differ(blocks: Sequence[nn.Module], *, settings: bool = True) -> str 
     return None
 
 
+def drop_path_rates(blocks: Sequence[nn.Module]) -> dict[str, list[float]]:
+    """Return the probabilities of drop path in all of the alike ``blocks``, by the names of the
+    last one's; 0 where another module takes its place."""
+    return {
+        name: [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
+        for name, part in blocks[-1].named_modules()
+        if isinstance(part, DropPath)
+    }
+
+
 # ------------------------------------------------------------------------------------------------
 # The logical axes of a block's parameters, for tensor parallelism.
 

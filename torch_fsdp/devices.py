@@ -20,7 +20,7 @@ from torch_fsdp import torch_tpu_private
 from torch_fsdp.profiler import TorchProfiler
 from tpu_attention import jax_private
 from tpu_attention.kernels import LARGEST_VECTOR_MEMORY
-from tpu_machines import LIBTPU_VARIABLE, add_flags, libtpu_flags
+from tpu_machines import LIBTPU_VARIABLE, libtpu_flags
 from training.backend import Profiler
 from training.errors import UsageError
 
@@ -303,8 +303,8 @@ class Tpu(Device):
 
     def start(self, *, tf32: bool, products: str) -> None:
         if kind := torch_tpu_private.kind_of_host():  # libtpu reads them when it starts
-            flags = add_flags(os.environ.get(LIBTPU_VARIABLE, ""), libtpu_flags(kind))
-            os.environ[LIBTPU_VARIABLE] = flags
+            set_before = os.environ.get(LIBTPU_VARIABLE, "")
+            os.environ[LIBTPU_VARIABLE] = libtpu_flags(set_before, kind)
         self.register()
         self.where = torch.device("tpu")
         # A process that is forked while the runtime's threads hold a lock waits for it for ever:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.attention import use_attention
@@ -275,12 +276,11 @@ class ScannedBlocks(nn.ModuleList):
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
         """Those of the last block, as which all are computed."""
-        for name, module in list(blocks[-1].named_modules()):
-            if isinstance(module, DropPath):
-                rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
-                self._keep.append((1 - torch.tensor(rates)).to(device.where))
-                self._drop_paths.append(_DropPath(module.drop_prob, module.scale_by_keep))
-                blocks[-1].set_submodule(name, self._drop_paths[-1])
+        for name, rates in drop_path_rates(blocks).items():
+            module: Any = blocks[-1].get_submodule(name)
+            self._keep.append((1 - torch.tensor(rates)).to(device.where))
+            self._drop_paths.append(_DropPath(module.drop_prob, module.scale_by_keep))
+            blocks[-1].set_submodule(name, self._drop_paths[-1])
 
     def forward(
         self,

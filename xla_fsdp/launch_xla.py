@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from models import timm_private
+from tpu_machines import add_flags
 from training.backend import Backend
 from training.command_line import PROGRAM
 from training.errors import StoppedBySignal, warn_of_others
@@ -69,7 +70,7 @@ def launch(body: Body, run: XlaRun) -> None:
         # Unless XLA_FLAGS sets it, disable XLA's newer fusion emitters, which double the compile
         # time (docs/evidence/benchmarks.md). Other versions may lack the flag and would abort.
         flags = {"xla_cpu_use_fusion_emitters": "false"}
-        os.environ["XLA_FLAGS"] = tpu.add_flags(os.environ.get("XLA_FLAGS", ""), flags)
+        os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
     if run.backend_config.xla_fsdp == "spmd":
         with _report_startup_wait() if device == "TPU" else contextlib.nullcontext():

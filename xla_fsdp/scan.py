@@ -14,11 +14,11 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-from timm.layers import DropPath
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
+from models.blocks import drop_path_rates
 from models.initialize import fill_buffers
 from xla_fsdp.layout import MeshLayout, mark_both
 from xla_fsdp.remat import SaveInput
@@ -204,12 +204,10 @@ class ScannedBlocks(nn.Module):
         self._scans: dict[tuple, Scan] = {}
         self._drop_paths: list[_DropPath] = []
         self._keep: list[torch.Tensor] = []
-        for name, module in list(self.block.named_modules()):
-            if isinstance(module, DropPath):
-                rates = [getattr(block.get_submodule(name), "drop_prob", 0.0) for block in blocks]
-                self._keep.append(layout.constant(1.0 - torch.tensor(rates)))
-                self._drop_paths.append(_DropPath())
-                self.block.set_submodule(name, self._drop_paths[-1])
+        for name, rates in drop_path_rates([*blocks]).items():
+            self._keep.append(layout.constant(1.0 - torch.tensor(rates)))
+            self._drop_paths.append(_DropPath())
+            self.block.set_submodule(name, self._drop_paths[-1])
         for name, parameter in list(self.block.named_parameters()):
             owner, _, key = name.rpartition(".")
             stacked = layout.stacked_zeros(name, parameter, self._depth)

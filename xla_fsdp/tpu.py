@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from tpu_machines import LIBTPU_VARIABLE, MACHINE_TYPES, add_flags, libtpu_flags
+from tpu_machines import LIBTPU_VARIABLE, MACHINE_TYPES, libtpu_flags
 from training.errors import UsageError
 from xla_fsdp import torch_xla_private
 
@@ -263,7 +263,7 @@ def set_libtpu_flags(kind: str | None = None) -> None:
     """Add our own flags, for a chip of this kind (default: this host's), where neither the user
     nor torch_xla has set them; call it after torch_xla's import and before libtpu starts."""
     set_before = os.environ.get(LIBTPU_VARIABLE, "")
-    os.environ[LIBTPU_VARIABLE] = add_flags(set_before, libtpu_flags(kind or kind_here()))
+    os.environ[LIBTPU_VARIABLE] = libtpu_flags(set_before, kind or kind_here())
 
 
 def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> dict[str, str]:
@@ -274,7 +274,7 @@ def libtpu_environment(topology: Topology, user_flags: str, *, newer: bool) -> d
     """
     if newer:
         joined = {"TPU_MEGACORE": "megacore_dense"} if topology.generation == 4 else {}
-        flags = add_flags(user_flags, libtpu_flags(topology.chip.kind))
+        flags = libtpu_flags(user_flags, topology.chip.kind)
         return {LIBTPU_VARIABLE: flags, "TPU_LIBRARY_PATH": str(NEWER_LIBRARY), **joined}
     import torch_xla  # noqa: F401 - sets its own when it is imported, too
 

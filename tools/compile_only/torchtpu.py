@@ -59,7 +59,7 @@ from torch_fsdp import devices, torch_tpu_private
 from torch_fsdp.parallel_plan import TorchRun
 from tpu_attention import jax_private as kernels_private
 from tpu_attention.kernels import COUNTED, Counted, counted_here
-from tpu_machines import LIBTPU_VARIABLE, add_flags, libtpu_flags
+from tpu_machines import LIBTPU_VARIABLE, libtpu_flags
 from training.backend import Backend
 from training.config import RunConfig
 from training.errors import UsageError, warn_of_others
@@ -245,9 +245,7 @@ def _plugin_variables(topology: Topology, folder: Path) -> dict[str, str]:
         "PLACEHOLDER_TOPOLOGY": topology.name,
         "PLACEHOLDER_SLICES": str(topology.slices),
         "PLACEHOLDER_FOLDER": str(folder),
-        LIBTPU_VARIABLE: add_flags(
-            os.environ.get(LIBTPU_VARIABLE, ""), libtpu_flags(topology.chip.kind)
-        ),
+        LIBTPU_VARIABLE: libtpu_flags(os.environ.get(LIBTPU_VARIABLE, ""), topology.chip.kind),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
     }
     if topology.slice_chips < 4:  # else it has hosts of 2 x 2 chips
