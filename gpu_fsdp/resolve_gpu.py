@@ -18,14 +18,14 @@ from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import FsdpImplementation, TimmBlocks, TorchRun
-from torch_fsdp.resolve_torch import FSDP2, SIMPLE
+from torch_fsdp.resolve_torch import FSDP2, SIMPLE, why_not_simple
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field
 from training.mesh import Mesh
 from training.objectives.distillation_config import DistillationConfig
 
-_Fsdp = Literal["megatron", "fsdp2"]
+_Fsdp = Literal["megatron", "fsdp2", "simple"]
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
@@ -33,19 +33,33 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
 
     Raises UsageError.
     """
-    if backend_config.fsdp == "auto":
-        device = devices.choose(config.backend)
-        required = _required_fsdp(config, backend_config, device)
-        run = _resolve(config, replace(backend_config, fsdp=required or "fsdp2"))
-        if required or not (why := _why_megatron(run, device)):
-            return run
+    if backend_config.fsdp != "auto":
+        return _resolve(config, backend_config)
+    device = devices.choose(config.backend)
+    required, why = _required_fsdp(config, backend_config, device)
+    run = _resolve(config, replace(backend_config, fsdp=required or "fsdp2"))
+    if required is None and (why := _why_megatron(run, device)):
         run = _resolve(config, replace(backend_config, fsdp="megatron"))
-        return replace(run, why={**run.why, "fsdp": why})
-    return _resolve(config, backend_config)
+    return replace(run, why={**run.why, "fsdp": why}) if why else run
 
 
-def _required_fsdp(config: RunConfig, backend_config: TorchConfig, device: Device) -> _Fsdp | None:
-    """Return the ``--fsdp`` that the device or a flag requires; None if both can run."""
+def _required_fsdp(
+    config: RunConfig, backend_config: TorchConfig, device: Device
+) -> tuple[_Fsdp | None, str]:
+    """Return the ``--fsdp`` that the device or a flag requires, and why where that is to be told;
+    None if FSDP2 and Megatron-FSDP can run."""
+    of_a_flag: _Fsdp | None = None
+    for option in by_field(TorchConfig).values():
+        if getattr(backend_config, option.field.name) != option.field.default:
+            for fsdp in get_args(_Fsdp):
+                if f"fsdp={fsdp}" in option.flag.requires:
+                    of_a_flag = fsdp
+    if device.compiles_all:  # where a step of one program is the fastest
+        without = "--no-compile" if backend_config.compile is False else None
+        without = without or why_not_simple(config, backend_config)
+        if of_a_flag or not without:
+            return of_a_flag or "simple", ""
+        return "fsdp2", f" (not SimpleFSDP: {without})"
     # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
     if (
         config.sharding.mesh_domain > 1
@@ -55,15 +69,10 @@ def _required_fsdp(config: RunConfig, backend_config: TorchConfig, device: Devic
         or config.sharding.precision == "fp16"
         or not isinstance(device, devices.Cuda)
     ):
-        return "fsdp2"
+        return "fsdp2", ""
     if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
-        return "megatron"
-    for option in by_field(TorchConfig).values():
-        if getattr(backend_config, option.field.name) != option.field.default:
-            for fsdp in get_args(_Fsdp):
-                if f"fsdp={fsdp}" in option.flag.requires:
-                    return fsdp
-    return None
+        return "megatron", ""
+    return of_a_flag, ""
 
 
 _HOST_SECONDS = 3.3e-3
@@ -73,16 +82,16 @@ _SHARE_OF_PEAK = 0.45
 """The share of its peak FLOP/s that a GPU reaches on ViT-L (docs/evidence/benchmarks.md)."""
 
 
-def _why_megatron(run: TorchRun, device: Device) -> str | None:
+def _why_megatron(run: TorchRun, device: Device) -> str:
     """Return why Megatron-FSDP is as fast as FSDP2 or faster: a pass takes the GPU more than twice
-    as long as the host, by the FLOPs. None if it does not, or the GPU's speed is unknown."""
+    as long as the host, by the FLOPs. "" if it does not, or the GPU's speed is unknown."""
     if not (peak := device.peak_flops(run.plan.products)):
-        return None
+        return ""
     images = run.config.data.global_micro_batch_size / run.mesh.batch_shards
     device_s = images * run.train_flops_per_image / (_SHARE_OF_PEAK * peak)
     host_s = run.model.sizes.depth * _HOST_SECONDS
     if device_s <= 2 * host_s:
-        return None
+        return ""
     return f" (by FLOPs a pass takes {device_s * 1e3:,.0f} ms, the host {host_s * 1e3:,.0f})"
 
 

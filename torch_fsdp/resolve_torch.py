@@ -263,24 +263,28 @@ def _check_fsdp2(
 FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
 
 
-def _check_simple(
-    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
-) -> None:
-    dropout = config.model.attn_drop_rate
+def why_not_simple(config: RunConfig, backend_config: Fsdp2Config) -> str | None:
+    """Return which flag SimpleFSDP does not support; None if it supports all."""
+    domain, dropout = config.sharding.mesh_domain, config.model.attn_drop_rate
     refused = {
         "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
-        f"--mesh_domain {mesh.domain}": mesh.domain > 1,
+        f"--mesh_domain {domain}": domain > 1,
         # Each process orthogonalizes other matrices, so it would trace another step.
         "--optimizer muon": config.optimizer.optimizer == "muon",
-        "CUDA": isinstance(device, devices.Cuda),
         # A fused kernel draws its own random numbers.
         f"--att_dropout {dropout} with --attention sdpa": (
             bool(dropout) and config.sharding.attention == "sdpa"
         ),
     }
-    for what, is_on in refused.items():
-        if is_on:
-            raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+    return next((what for what, is_on in refused.items() if is_on), None)
+
+
+def _check_simple(
+    config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
+) -> None:
+    what = "CUDA" if isinstance(device, devices.Cuda) else why_not_simple(config, backend_config)
+    if what:
+        raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
 
 
 SIMPLE = FsdpImplementation(

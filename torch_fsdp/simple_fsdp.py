@@ -510,7 +510,7 @@ class SimpleFsdpBackend(TorchBackend):
         if StatelessRandom.of_trace:
             raise RuntimeError(
                 "a compiled step cannot take values from the host where they are used: return them "
-                "from Objective.host_inputs"
+                "from Objective.host_inputs, or train with --fsdp fsdp2"
             )
         return super().constant(values)
 

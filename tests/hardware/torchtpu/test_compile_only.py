@@ -19,6 +19,9 @@ OF_A_BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 AROUND = (3 * PATCH**2 + 1 + TOKENS + 2) * WIDTH + (WIDTH + 1) * CLASSES
 
 
+FSDP2 = ("--fsdp", "fsdp2")
+
+
 def compiled(blocks: int, *flags: str) -> dict:
     where = f"--backend torchtpu --compile_only --json --tpu_topology v6e:2x2 --num_blocks {blocks}"
     done = run_program("run_vit_training.py", *where.split(), *MODEL, *flags, warm=False)
@@ -33,7 +36,8 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_blocks(kept):
-    return compiled(2, "--hlo_dir", str(kept))
+    """A step of FSDP2."""
+    return compiled(2, *FSDP2, "--hlo_dir", str(kept))
 
 
 def runs_by_name(report: dict) -> Counter[str]:
@@ -50,8 +54,8 @@ def kept_of_one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_program(kept_of_one):
-    """The same step with ``--fsdp simple``."""
-    return compiled(2, "--fsdp", "simple", "--explain", "--hlo_dir", str(kept_of_one))
+    """The same step as one program, which is the default."""
+    return compiled(2, "--explain", "--hlo_dir", str(kept_of_one))
 
 
 @pytest.fixture(params=["two_blocks", "one_program"])
@@ -136,7 +140,7 @@ def test_attention_is_this_programs_kernels(two_blocks, kept):
 )
 def test_other_attention(form, calls, flags, tmp_path):
     words = f"--attention {form} --hlo_dir {tmp_path} {flags}".split()
-    found = compiled(1, *words)
+    found = compiled(1, *FSDP2, *words)
     assert f"{form} attention" in found["sharding"]
     modules = [path.read_text() for path in tmp_path.glob("graph_*.hlo")]
     assert sum(len(CALL.findall(module)) for module in modules) == calls
@@ -169,7 +173,7 @@ def test_modules_of_the_whole_step(one_program):
 
 @pytest.mark.long
 def test_modules_of_unrolled_blocks(tmp_path):
-    words = ("--fsdp", "simple", "--explain", "--grad_ckpt", "selective")
+    words = ("--explain", "--grad_ckpt", "selective")
     found = compiled(2, *words, "--hlo_dir", str(tmp_path))
     explained = found["explained"]
     seconds = explained["seconds_by_module"]
@@ -185,9 +189,7 @@ def test_modules_of_unrolled_blocks(tmp_path):
 @pytest.mark.long
 def test_processes_that_are_not_there(tmp_path):
     """A bigger slice: 8 chips, 7 of them without a process here."""
-    report = compiled(
-        1, "--fsdp", "simple", "--tpu_topology", "v5e:2x4", "--hlo_dir", str(tmp_path)
-    )
+    report = compiled(1, "--tpu_topology", "v5e:2x4", "--hlo_dir", str(tmp_path))
     assert (report["devices"], report["graphs"]) == (8, 1)
     assert groups_in(tmp_path) == {"{{0,1,2,3,4,5,6,7}}"}
     assert report["state_bytes"] == pytest.approx(12 * (OF_A_BLOCK + AROUND) / 8, rel=0.01)
@@ -195,8 +197,8 @@ def test_processes_that_are_not_there(tmp_path):
 
 @pytest.mark.long
 def test_programs_are_linear_in_depth(two_blocks):
-    three, two = runs_by_name(compiled(3)), runs_by_name(two_blocks)
-    four = runs_by_name(compiled(4))
+    three, two = runs_by_name(compiled(3, *FSDP2)), runs_by_name(two_blocks)
+    four = runs_by_name(compiled(4, *FSDP2))
     assert four - three == three - two
     assert not two - three
     assert (three - two)["distributed.all_gather_into_tensor"] == 2

@@ -88,7 +88,7 @@ def test_resume_is_exact_and_dropout_the_same_on_the_cpu(tmp_path):
 def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
     reference = train_tiny_gpu(tmp_path / "reference", "--max_steps", "6")
     run = tmp_path / "run"
-    train_tiny_tpu(run, "--max_steps", "2")
+    train_tiny_tpu(run, "--fsdp", "fsdp2", "--max_steps", "2")
     train_tiny_tpu(run, *SIMPLE, "--max_steps", "4")
     moved = train_tiny_gpu(run, "--max_steps", "6", processes=2)
     assert_same_curves(moved, reference, rel=1e-5)

@@ -71,7 +71,11 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
             "--teacher is incompatible with --compile_only",
         ),
         (
-            "--tpu_topology v5e:2x2 --explain",
+            "--tpu_topology v5e:2x2 --explain --fsdp fsdp2",
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --explain --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
         (
