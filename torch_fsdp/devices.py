@@ -77,6 +77,10 @@ class Device:
         """Return the number on this host; None if any number of processes can share it."""
         return None
 
+    def slices(self) -> int | None:
+        """Return on how many TPU slices this job runs; None if the device is no TPU."""
+        return None
+
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the ranks of all processes as a mesh whose last axes communicate most. A
         collective call."""
@@ -323,6 +327,9 @@ class Tpu(Device):
 
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host() or 0
+
+    def slices(self) -> int | None:
+        return int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)  # of a launcher, or GKE's
 
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""

@@ -23,7 +23,7 @@ from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.mesh import Mesh, make_mesh
+from training.mesh import Mesh, make_mesh, on_slices
 from training.resolve import (
     check_batch,
     check_rows,
@@ -53,12 +53,19 @@ def resolve(
     """
     resolve_on = functools.partial(_resolve, config, backend_config, implementation, blocks)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    run = resolve_on(processes)
+    slices = devices.choose(config.backend).slices()
+    run = resolve_on(processes, slices)
     check_elastic(  # launch/torchrun.sh sets the variable
         "ELASTIC_NODES",
         "nodes",
         "NNODES=",
-        lambda nodes: resolve_on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]), run.model),
+        lambda nodes: resolve_on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]), slices, run.model),
+    )
+    check_elastic(  # launch.xla_dist and launch.gke set it
+        "ELASTIC_SLICES",
+        "slices",
+        "--elastic ",
+        lambda count: resolve_on(processes // (slices or 1) * count, count, run.model),
     )
     # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
     teacher_config = replace(
@@ -69,7 +76,7 @@ def resolve(
 
     def resolve_teacher(config: RunConfig) -> TorchRun:
         return _resolve(
-            for_teacher(config), teacher_config, implementation, TimmBlocks(), processes
+            for_teacher(config), teacher_config, implementation, TimmBlocks(), processes, slices
         )
 
     return with_teacher(run, resolve_teacher)
@@ -81,12 +88,17 @@ def _resolve(
     implementation: FsdpImplementation,
     blocks: TimmBlocks,
     processes: int,
+    slices: int | None,
     model: ModelSpec | None = None,
 ) -> TorchRun:
-    """Return the run on this number of processes, of ``model`` if it is already open."""
+    """Return the run on this number of processes, on ``slices`` if these are TPUs, of ``model`` if
+    it is already open."""
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
+    if slices:
+        sharding = on_slices(sharding, slices)
+        config = replace(config, sharding=sharding)
     if sharding.grad_ckpt == "offload":
         raise UsageError(
             f"--grad_ckpt offload requires --backend xla, not {backend}: use --grad_ckpt full"

@@ -444,8 +444,8 @@ class ShardingConfig:
     )
     mesh_dcn: int | str = flag(
         1,
-        "number of replicas of the parameters; slices: one per TPU slice (XLA); on GPUs, the "
-        "number of HSDP groups",
+        "number of replicas of the parameters; slices: one per TPU slice; on GPUs, the number of "
+        "HSDP groups",
         kind=positive_or_slices,
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),

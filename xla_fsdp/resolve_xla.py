@@ -14,7 +14,7 @@ from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import by_field
-from training.mesh import make_mesh
+from training.mesh import make_mesh, on_slices
 from training.resolve import (
     check_batch,
     check_rows,
@@ -87,18 +87,12 @@ def resolve_for_slice(
     else:
         if slices is None:
             slices = slice_count() if device == "TPU" else 1
-        if config.sharding.mesh_dcn == "slices":
-            config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
+        config = replace(config, sharding=on_slices(config.sharding, slices))
         if device == "CPU":
             mesh = make_mesh(config.sharding, xla.cpu_devices)
         else:  # torch_xla counts the devices of this slice only
             devices = host_tpu().num_expected_global_devices() * slices
             mesh = make_mesh(config.sharding, devices)
-            if mesh.dcn % slices:
-                raise UsageError(
-                    f"--mesh_dcn {mesh.dcn} is not a multiple of {slices}, the number of slices "
-                    "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
-                )
             here = host_tpu().num_available_devices()
             if mesh.devices > here and here % mesh.tensor:
                 raise UsageError(

@@ -255,8 +255,11 @@ def in_slices(indices: list[int]) -> None:
 
 if __name__ == "__main__":
     on_the_host()
-    if slices := os.environ.get("SLICES"):
-        in_slices([int(index) for index in slices.split()])
+    if indices := os.environ.get("SLICES"):
+        in_slices([int(index) for index in indices.split()])
+    elif slices := int(os.environ.get("MEGASCALE_NUM_SLICES") or 0):
+        world = int(os.environ["WORLD_SIZE"])
+        in_slices([rank * slices // world for rank in range(world)])
     # PROGRAM: another module to run so, such as tests.fakes.signal_at_step.
     program = importlib.import_module(os.environ.get("PROGRAM", "run_vit_training"))
     sys.exit(program.main(["--backend", "torchtpu", *sys.argv[1:]]))

@@ -48,5 +48,5 @@ def test_a_flag_of_another_form():
         UsageError, match=r"^--forward_prefetch 2 requires --fsdp fsdp2, not simple"
     ):
         resolved("--forward_prefetch 2 --fsdp simple")
-    with pytest.raises(UsageError, match="^--fsdp megatron requires --backend cuda, not torchtpu"):
+    with pytest.raises(UsageError, match=r"^--fsdp megatron requires --backend cuda, not torchtpu"):
         resolved("--no-overlap_param_gather")
