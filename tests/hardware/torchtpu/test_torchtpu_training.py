@@ -5,6 +5,7 @@ Programs take most of their time to compile: each run here has as many of the fl
 be compared.
 """
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -12,6 +13,7 @@ import subprocess
 
 import pytest
 
+from tests.fakes.gcs_server import GCSServer
 from tests.support.cli import (
     ROOT,
     TORCHTPU,
@@ -235,6 +237,25 @@ def test_checkpoint_moves_between_backends(tmp_path):
     train_tiny_gpu(run, "--max_steps", "6")
     moved = train_on_xla(run, "--max_steps", "8", "--cpu_devices", "2")
     assert_same_curves(moved, reference, rel=1e-5)
+
+
+@pytest.mark.long
+def test_checkpoints_in_a_bucket(tiny_on_gpu, tmp_path, monkeypatch):
+    """Written by two processes, read by one."""
+    with contextlib.closing(GCSServer()) as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        url = server.url("run")
+        for steps, processes in (("4", 2), ("6", 1)):
+            words = ["-m", TORCHTPU, *tiny(url), "--max_steps", steps]
+            done = run_program(*words, processes=processes)
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert f"resuming {url}/step_4 at step 4" in done.stdout
+        names = [name for name in server.names("run/step_4/") if name.endswith(".distcp")]
+        assert names == ["__0_0.distcp", "__1_0.distcp"]
+        (tmp_path / "metrics.jsonl").write_bytes(server.read("run/metrics.jsonl"))
+    assert_same_training(Result(tmp_path), tiny_on_gpu)
 
 
 def test_evaluation_of_a_checkpoint(tiny_on_tpu):
