@@ -270,8 +270,6 @@ def _check_simple(
     refused = {
         "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
         f"--mesh_domain {mesh.domain}": mesh.domain > 1,
-        # Each process orthogonalizes other matrices, so it would trace another step.
-        "--optimizer muon": config.optimizer.optimizer == "muon",
         "CUDA": isinstance(device, devices.Cuda),
         # A fused kernel draws its own random numbers.
         f"--att_dropout {dropout} with --attention sdpa": (
