@@ -218,7 +218,7 @@ class _Batch:
         whole = self._chosen(lambda tall: self._put_together(pieces, tall))
         results = orthogonalized(whole, self._eps)
         back = self._chosen(lambda tall: self._divided(results, tall))
-        received = self._all_to_all(back.flatten(0, 1))
+        received = self._all_to_all(back.flatten(0, 1).contiguous())
 
         found: list[Tensor] = []
         split = received[: len(parts)].split([len(stack) for stack in stacks])
