@@ -281,8 +281,6 @@ def why_not_simple(config: RunConfig, backend_config: Fsdp2Config) -> str | None
     refused = {
         "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
         f"--mesh_domain {domain}": domain > 1,
-        # Each process orthogonalizes other matrices, so it would trace another step.
-        "--optimizer muon": config.optimizer.optimizer == "muon",
         # A fused kernel draws its own random numbers.
         f"--att_dropout {dropout} with --attention sdpa": (
             bool(dropout) and config.sharding.attention == "sdpa"

@@ -28,6 +28,7 @@ from models.initialize import cast_buffers
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
+from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
@@ -534,6 +535,10 @@ class SimpleFsdpBackend(TorchBackend):
         for shard in self._locals.values():
             if shard.grad is not None:
                 shard.grad = self._all_reduce(shard.grad, group=group) / replicas
+
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        group = self._mesh.get_group(SHARD)
+        return EqualExchange([*matrices.values()], group, eps, self._device.where)
 
     # -- collectives ------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
+from torch_fsdp.orthogonalize import Matrix, Orthogonalize, UnequalExchange
 from torch_fsdp.parallel_plan import TorchRun
 from training.backend import (
     InitializeModule,
@@ -120,6 +121,12 @@ class TorchBackend(abc.ABC):
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        """Return what orthogonalizes Muon's ``matrices``, by names in the plain model."""
+        views = [self._global_view(name, self._locals[name].detach()) for name in matrices]
+        group = next(iter(self._sharded_alike[0][1]), None)
+        return UnequalExchange([*matrices.values()], views, group, eps)
+
     # -- model and optimizer ----------------------------------------------------------
 
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
@@ -169,7 +176,7 @@ class TorchBackend(abc.ABC):
             eps=eps,
             betas=betas,
             fused=self._device.fused_adamw and not is_traced,
-            group=next(iter(self._sharded_alike[0][1]), None),
+            orthogonalizer=functools.partial(self._orthogonalizer, eps=eps),
             units=self._blocks,
             compiler=self._plan.compiler if compiles else None,
         )

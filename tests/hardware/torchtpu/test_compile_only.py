@@ -202,3 +202,16 @@ def test_programs_are_linear_in_depth(two_blocks):
     assert four - three == three - two
     assert not two - three
     assert (three - two)["distributed.all_gather_into_tensor"] == 2
+
+
+@pytest.mark.long
+def test_muon_exchanges_whole_matrices(tmp_path):
+    """In slots for four matrices each: those of the MLPs; queries, keys and values, the patches'
+    and a projection; the other projection and the head's."""
+    found = compiled(2, "--fsdp", "simple", "--optimizer", "muon", "--hlo_dir", str(tmp_path))
+    assert runs_by_name(found) == {"step": 1}
+    assert groups_in(tmp_path) == {"{{0,1,2,3}}"}
+    assert found["collectives"]["all-to-all"] == 2 * 3
+    long_sides = 4 * WIDTH, 3 * WIDTH, WIDTH
+    there_and_back = 2 * 2 * WIDTH * sum(long_sides)  # in bf16
+    assert found["collective_bytes"]["all-to-all"] == 3 / 4 * there_and_back

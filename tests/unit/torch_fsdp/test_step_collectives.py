@@ -1,5 +1,6 @@
 """The collectives of a traced step, against arithmetic: kinds, groups and elements of each."""
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -19,17 +20,24 @@ PROCESSES, BLOCKS = 3, 2
 FLAGS = [*TINY_MODEL, *TINY_RUN, "--batch_size", "24", "--fake_data", "--fsdp", "simple"]
 
 
-@pytest.fixture
-def fake_processes(monkeypatch):
+@contextlib.contextmanager
+def as_one_of(rank=0):
     """A group of processes that are not there: their collectives return at once."""
-    monkeypatch.setenv("WORLD_SIZE", str(PROCESSES))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
-    yield
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("WORLD_SIZE", str(PROCESSES))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=PROCESSES)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_processes():
+    with as_one_of():
+        yield
 
 
 def traced(*flags):
-    """The graph of a step of the first process, and the shapes of the whole parameters."""
+    """The graph of a step of this process, and the shapes of the whole parameters."""
     run = on_gpus([*FLAGS, "--compile", *flags])
     backend = SimpleFsdpBackend(run, Cpu())
     model = shard_and_optimize(run, backend)
@@ -106,3 +114,35 @@ def test_collectives_of_a_step(fake_processes, flags, passes, recomputes, is_loo
         "reduce_scatter_tensor": passes * sum(map(padded, shapes.values())),
         "all_reduce": 2,
     }
+
+
+def test_muon_exchanges_slots_of_equal_size():
+    """Slots of 3 processes: for two matrices of each shape in the blocks, one of the embedding and
+    one of the head, largest first."""
+    code = set()
+    for rank in range(PROCESSES):
+        with as_one_of(rank):
+            graph, shapes = traced("--optimizer", "muon")
+            code.add(graph.code)
+            exchanges = [
+                node
+                for node in graph.graph.nodes
+                if node.target is torch.ops._c10d_functional.all_to_all_single.default
+            ]
+            for node in exchanges:
+                _, received, sent, group = node.args
+                assert received == sent == [node.meta["val"].shape[0] // PROCESSES] * PROCESSES
+                group = dist.distributed_c10d._resolve_process_group(group)
+                assert dist.get_process_group_ranks(group) == [*range(PROCESSES)]
+    assert len(code) == 1  # all processes must run one program
+    assert shapes["blocks.0.mlp.fc1.weight"] == (128, 32)
+    assert shapes["patch_embed.proj.weight"] == (32, 3, 4, 4)
+    assert shapes["head.weight"] == (10, 32)
+    # Sides that are sharded are multiples of 3.
+    one_way = [
+        2 * 3 * 129 * 33,  # (128, 32), (128, 32), (32, 128); (32, 128), (96, 32), (96, 32)
+        3 * 48 * 33,  # (32, 48), (32, 32), (32, 32)
+        3 * 32 * 12,  # (10, 32)
+    ]
+    elements = sorted(node.meta["val"].numel() for node in exchanges)
+    assert elements == sorted(size // PROCESSES for size in [*one_way, *one_way])
