@@ -174,7 +174,7 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, as of one TPU kernel.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -188,6 +188,26 @@ def call_kernel(
         tpu_torch_pallas.register_custom_kernel(name, key, serialized_mlir_module=artifact)
     shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results]
     return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
+
+
+def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send ``x`` from the first to the second rank of each pair; for graphs that have other
+    collectives too. torch_tpu 0.2.0 knows no such operation, and compiles a graph without any that
+    it knows for one device."""
+    kind = {torch.bfloat16: "bf16", torch.float32: "f32"}[x.dtype]
+    array = f"tensor<{''.join(f'{size}x' for size in x.shape)}{kind}>"
+    listed = ", ".join(map(str, map(list, pairs)))
+    module = f"""module {{
+  func.func public @main(%x: {array}) -> {array} {{
+    %y = "stablehlo.collective_permute"(%x) {{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      source_target_pairs = dense<[{listed}]> : tensor<{len(pairs)}x2xi64>
+    }} : ({array}) -> {array}
+    return %y : {array}
+  }}
+}}"""
+    (received,) = call_kernel(module, [x], [(x.shape, x.dtype)])
+    return received
 
 
 class AbsentRanks(dist.Store):
