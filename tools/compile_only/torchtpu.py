@@ -185,7 +185,7 @@ class PlaceholderTpu(devices.Tpu):
         return None
 
     def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        self.store.mesh = ranks
+        self.store.add_mesh(ranks)
         return super().mesh(ranks, names)
 
 
