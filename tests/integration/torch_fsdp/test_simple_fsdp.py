@@ -147,7 +147,7 @@ def test_bad_step_is_skipped_by_the_graph(tmp_path):
     )
 
 
-REFUSED = ["--zero_dp_strategy 1", "--optimizer muon", "--mesh_domain 2"]
+REFUSED = ["--zero_dp_strategy 1", "--optimizer muon"]
 
 
 @pytest.mark.parametrize("flag", REFUSED)
