@@ -8,6 +8,7 @@ import pytest
 
 from tests.references.whole_images import SMALL, assert_like_whole, train_whole
 from tests.support.cli import train_tiny_gpu
+from tests.support.curves import assert_same_curves
 from tests.support.domain_models import DINO, EPOCHS_OF_2, HYBRID, MODELS, TOKENS, VOLUMES
 from tests.support.marks import long, spread
 
@@ -21,7 +22,7 @@ CASES = [
     long(2, f"{TOKENS} avgmax --pool_include_prefix", "--mesh_domain 2 --run_without_fsdp"),
     (
         2,
-        f"{TOKENS} avgmax --pool_include_prefix --mixup 0.8 --cutmix 1",
+        f"{TOKENS} avgmax --pool_include_prefix",
         f"--mesh_domain 2 {TRACED}",
     ),
     long(4, HYBRID, f"--mesh_domain 4 --domain_attention ring --no_grad_ckpt {TRACED}"),
@@ -115,6 +116,15 @@ def test_resumed_on_other_meshes(forms, tmp_path):
     assert list(result.steps) == list(range(1, 7))
     assert "step_3 at step 3, epoch 2" in result.stdout
     assert_like_whole(result, whole(flags))
+
+
+@pytest.mark.long
+def test_mixed_images(tmp_path):
+    """The box of CutMix is in the rows of some processes, and where it is enters as a tensor."""
+    flags = f"{TOKENS} avg --mixup 0.8 --cutmix 1"
+    alone = train(tmp_path / "alone", 1, flags, "")
+    shared = train(tmp_path / "shared", 4, flags, f"--mesh_domain 4 {TRACED}")
+    assert_same_curves(shared, alone, rel=1e-5)
 
 
 @pytest.mark.parametrize("form", ["ulysses", long("ring")])
