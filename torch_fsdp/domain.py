@@ -118,8 +118,8 @@ def make_meshes(run: TorchRun, device: Device) -> tuple[DeviceMesh, DeviceMesh, 
         return of_parameters, of_parameters, None
     ranks = torch.arange(mesh.devices)
     of_parameters = device.mesh(ranks.view(shape), (OUTER, SHARD))
-    shape = (mesh.dcn, mesh.fsdp, mesh.domain)
-    of_images = device.mesh(ranks.view(shape), (OUTER, SHARD, DOMAIN))
+    by_image = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
+    of_images = device.mesh(by_image, (OUTER, SHARD, DOMAIN))
     return of_parameters, of_images, DomainGroup.of(of_images, run)
 
 

@@ -95,7 +95,7 @@ def check_same(traced: GraphModule) -> None:
         return f"{call[1]}{groups.setdefault(call[2], len(groups))})"
 
     code = "".join(graph.code for graph in graphs)
-    digest = zlib.crc32(re.sub(r"(_c10d_functional\..*, )'(\w+)'\)", numbered, code).encode())
+    digest = zlib.crc32(re.sub(r"(_c10d_functional\..*, )'([^']+)'\)", numbered, code).encode())
     largest, smallest = all_reduce_max(digest)(), -all_reduce_max(-digest)()
     if largest != smallest:
         raise RuntimeError("the processes have traced different steps")
