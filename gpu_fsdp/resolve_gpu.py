@@ -56,7 +56,7 @@ def _required_fsdp(
                     of_a_flag = fsdp
     if device.compiles_all:  # where a step of one program is the fastest
         without = "--no-compile" if backend_config.compile is False else None
-        without = without or why_not_simple(config, backend_config)
+        without = without or why_not_simple(config)
         if of_a_flag or not without:
             return of_a_flag or "simple", ""
         return "fsdp2", f" (not SimpleFSDP: {without})"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_fsdp import torch_tpu_private
 from torch_fsdp.profiler import TorchProfiler
@@ -85,6 +86,10 @@ class Device:
         """Return the ranks of all processes as a mesh whose last axes communicate most. A
         collective call."""
         return torch.arange(math.prod(shape)).view(shape)
+
+    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of these ranks and axes. A collective call."""
+        return DeviceMesh(self.where.type, ranks, mesh_dim_names=names)
 
     def lacks(self, precision: str) -> str | None:
         """Return the error message if this process cannot compute in "fp32", "bf16", "fp16" or

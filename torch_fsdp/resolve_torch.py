@@ -173,14 +173,16 @@ def _resolve(
         )
         backend_config = replace(backend_config, compile=by_default)
     if mesh.domain > 1:
-        sharding = _resolve_domain(sharding, backend_config, mesh, model)
+        sharding = _resolve_domain(sharding, backend_config, mesh, model, implementation)
         config = replace(config, sharding=sharding)
     if backend == "torchtpu":
         sharding = _resolve_attention(sharding, model, sizes_of_largest(config.data, model), device)
         config = replace(config, sharding=sharding)
     compiled: Literal["none", "block", "around attention", "step"] = "none"
     if backend_config.compile:
-        compiled = "around attention" if mesh.domain > 1 else implementation.compiles
+        compiled = implementation.compiles
+        if mesh.domain > 1 and compiled == "block":
+            compiled = "around attention"
     products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
         implementation=implementation,
@@ -213,30 +215,33 @@ def _resolve_attention(
     sharding: ShardingConfig, model: ModelSpec, of_largest: ModelSizes, device: Device
 ) -> ShardingConfig:
     """Resolve ``--attention`` on TPUs. Raises UsageError."""
-    asked, domain = sharding.attention, sharding.mesh_domain
-    if domain == 1:
-        memory = device.kernel_memory
-        found = resolve_attention(sharding, model, of_largest, memory, without="plain")
-        if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
-            raise UsageError(
-                f"--attention {found.attention} requires the package jax: python3 -m pip install "
-                "-r requirements-torchtpu.txt, or use --attention plain"
-            )
-        return found
-    if asked not in ("auto", "sdpa"):  # attention over processes computes with PyTorch's
+    found = resolve_attention(sharding, model, of_largest, device.kernel_memory, without="plain")
+    if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
         raise UsageError(
-            f"--attention {asked} is incompatible with --mesh_domain {domain}: use --attention sdpa"
+            f"--attention {found.attention} requires the package jax: python3 -m pip install -r "
+            "requirements-torchtpu.txt, or use --attention plain"
         )
-    return replace(sharding, attention="sdpa")
+    return found
 
 
 def _resolve_domain(
-    sharding: ShardingConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
+    sharding: ShardingConfig,
+    backend_config: Fsdp2Config,
+    mesh: Mesh,
+    model: ModelSpec,
+    implementation: FsdpImplementation,
 ) -> ShardingConfig:
     """Resolve ``--domain_attention`` for processes that share images. Raises UsageError."""
     flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
-    if backend_config.compile and sharding.grad_ckpt == "selective":
+    traces_step = implementation.compiles == "step"
+    if traces_step and (rows := model.sizes.grid[0]) % mesh.domain:
+        # Processes with different numbers of rows would trace different steps.
+        raise UsageError(
+            f"--fsdp simple with {flag} requires rows of patches divisible by it, not {rows}: use "
+            "--fsdp fsdp2"
+        )
+    if backend_config.compile and sharding.grad_ckpt == "selective" and not traces_step:
         # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
             f"--compile with {flag} requires --grad_ckpt full or none: with selective nothing "
@@ -275,24 +280,21 @@ def _check_fsdp2(
 FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
 
 
-def why_not_simple(config: RunConfig, backend_config: Fsdp2Config) -> str | None:
-    """Return which flag SimpleFSDP does not support; None if it supports all."""
-    domain, dropout = config.sharding.mesh_domain, config.model.attn_drop_rate
-    refused = {
-        "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
-        f"--mesh_domain {domain}": domain > 1,
+def why_not_simple(config: RunConfig) -> str | None:
+    """Return which flags FSDP2 supports and SimpleFSDP does not; None if there are none."""
+    dropout = config.model.attn_drop_rate
+    if dropout and config.sharding.attention == "sdpa":
         # A fused kernel draws its own random numbers.
-        f"--att_dropout {dropout} with --attention sdpa": (
-            bool(dropout) and config.sharding.attention == "sdpa"
-        ),
-    }
-    return next((what for what, is_on in refused.items() if is_on), None)
+        return f"--att_dropout {dropout} with --attention sdpa"
+    return None
 
 
 def _check_simple(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
-    what = "CUDA" if isinstance(device, devices.Cuda) else why_not_simple(config, backend_config)
+    if backend_config.zero_dp_strategy == 1:
+        raise UsageError("--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3")
+    what = "CUDA" if isinstance(device, devices.Cuda) else why_not_simple(config)
     if what:
         raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
 

@@ -25,10 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.positions import PartOfPositions
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
 from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
+from torch_fsdp.domain import attend_over_processes, make_meshes, token_part
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
@@ -365,8 +367,7 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 class SimpleFsdpBackend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        ranks = device.arrange((run.mesh.dcn, run.mesh.fsdp))
-        self._mesh = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
+        self._mesh, _, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
@@ -374,6 +375,8 @@ class SimpleFsdpBackend(TorchBackend):
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
+        if self._domain:
+            self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.compile == "step":
             self._graphs = StepGraphs(device)
             self._form += ", one graph per step"
@@ -393,15 +396,20 @@ class SimpleFsdpBackend(TorchBackend):
 
         choose_mask(model, plan.attention)
 
+        # Domain parallelism: attention sees the tokens of all processes that share an image.
+        if self._domain:
+            attend_over_processes(model, plan, self._domain)
+
         # Each block: weights, attention, shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
-            use_attention(block, plan.attention)
+            if not self._domain:
+                use_attention(block, plan.attention)
             cast_buffers(block, plan.dtype)
             unit = blocks[name] = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:
-                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
+                unit.untraced = compiled(unit.forward, plan, fullgraph=not self._domain)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
@@ -410,9 +418,17 @@ class SimpleFsdpBackend(TorchBackend):
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
+        positions: Mapping[str, PartOfPositions] = {}
+        if self._domain:
+            first = torch.tensor([self._domain.first]).to(self._device.where)
+            part = token_part(self._domain, first)
+            positions = self._run.model.compute_on_part(model, part)
         model.forward = self._unit(model, 0, layouts, output_dtype=torch.float32)
 
-        self._locals = dict(model.named_parameters())
+        plain_names = {id(part.values): name for name, part in positions.items()}
+        self._locals = {
+            plain_names.get(id(shard), name): shard for name, shard in model.named_parameters()
+        }
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
@@ -529,7 +545,7 @@ class SimpleFsdpBackend(TorchBackend):
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
     def _collect_gradients(self) -> None:
-        if (replicas := self._run.mesh.dcn) == 1:
+        if (replicas := self._mesh.size(0)) == 1:
             return
         group = self._mesh.get_group(OUTER)
         for shard in self._locals.values():

@@ -174,7 +174,7 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, as of one TPU kernel.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -190,16 +190,33 @@ def call_kernel(
     return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
 
 
+def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send ``x`` from the first to the second rank of each pair; for graphs that have other
+    collectives too. torch_tpu 0.2.0 knows no such operation, and compiles a graph without any that
+    it knows for one device."""
+    kind = {torch.bfloat16: "bf16", torch.float32: "f32"}[x.dtype]
+    array = f"tensor<{''.join(f'{size}x' for size in x.shape)}{kind}>"
+    listed = ", ".join(map(str, map(list, pairs)))
+    module = f"""module {{
+  func.func public @main(%x: {array}) -> {array} {{
+    %y = "stablehlo.collective_permute"(%x) {{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      source_target_pairs = dense<[{listed}]> : tensor<{len(pairs)}x2xi64>
+    }} : ({array}) -> {array}
+    return %y : {array}
+  }}
+}}"""
+    (received,) = call_kernel(module, [x], [(x.shape, x.dtype)])
+    return received
+
+
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
-    Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of a
-    mesh the group that it is in, "pg_sub:AXIS:RANK": strings that follow their lengths. It reads
-    those of all others.
+    Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of
+    all meshes, numbered in the order in which groups are made, the group that it is in,
+    "pg_sub:NUMBER:RANK": strings that follow their lengths. It reads those of all others.
     """
-
-    mesh: torch.Tensor
-    """The ranks, arranged as the mesh whose groups are made next."""
 
     def __init__(
         self, ranks: int, coordinates: Callable[[int], Sequence[int]], slices: int = 1
@@ -209,6 +226,13 @@ class AbsentRanks(dist.Store):
         super().__init__()
         self._ranks, self._coordinates, self._slices = ranks, coordinates, slices
         self._values: dict[str, Any] = {}
+        self._axes: list[torch.Tensor] = []
+
+    def add_mesh(self, ranks: torch.Tensor) -> None:
+        """Expect the groups of a mesh of these ranks to be made next."""
+        for axis, size in enumerate(ranks.shape):
+            if 1 < size < self._ranks:  # nothing is entered for groups of one rank or of all
+                self._axes.append(ranks.movedim(axis, -1).flatten(end_dim=-2))
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = value
@@ -220,9 +244,9 @@ class AbsentRanks(dist.Store):
         own = self._values[f"{node}:0"].decode().partition(":")[2]
         length, _, rest = own.partition(":")
         entered, told = rest[: int(length)], rest[int(length) :]
-        kind, *axis = entered.split(":")[:-1]
+        kind, *number = entered.split(":")[:-1]
         if kind == "pg_sub":
-            told = self._group(int(rank), int(axis[0]), told)
+            told = self._group(int(rank), int(number[0]), told)
         else:
             told = self._device(int(rank), told)
         entered = f"{entered.rpartition(':')[0]}:{rank}"
@@ -242,8 +266,7 @@ class AbsentRanks(dist.Store):
     def _group(self, rank: int, axis: int, first: str) -> str:
         """Return a rank's place in its group along an axis, the rank, and what names the group, as
         rank 0 says it of its own."""
-        groups = self.mesh.movedim(axis, -1).flatten(end_dim=-2)
-        (group,) = (sorted(each) for each in groups.tolist() if rank in each)
+        (group,) = (sorted(each) for each in self._axes[axis].tolist() if rank in each)
         name = first.partition(":")[2] + (str(group[0]) if group[0] else "")
         return f"{group.index(rank)},{rank}:{name}"
 

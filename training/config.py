@@ -470,9 +470,9 @@ class ShardingConfig:
         "auto",
         "attention across the devices of --mesh_domain; ring: keys and values are passed from "
         "device to device, one part at a time; ulysses: each device computes some of the heads "
-        "for all tokens (GPU); gather: each device gathers all keys and values (XLA); auto: on "
-        "GPUs, ulysses if --mesh_domain divides the number of heads, else ring; on XLA, gather "
-        "for up to 16,384 tokens, else ring",
+        "for all tokens (GPU, TorchTPU); gather: each device gathers all keys and values (XLA); "
+        "auto: on XLA, gather for up to 16,384 tokens, else ring; elsewhere ulysses if "
+        "--mesh_domain divides the number of heads, else ring",
         requires=("mesh_domain",),
     )
     attention: Literal["auto", "sdpa", "plain", "flash", "whole"] = flag(

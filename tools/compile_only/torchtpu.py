@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from gpu_fsdp import resolve_gpu
@@ -87,10 +88,15 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
     run = resolve_for_slice(config, backend_config, topology)
-    if run.mesh.fsdp != topology.slice_devices:
+    if run.mesh.fsdp * run.mesh.domain != topology.slice_devices:
         raise UsageError(
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
-            f"only, not {run.mesh}: drop --mesh_domain and --run_without_fsdp"
+            f"only, not {run.mesh}: drop --run_without_fsdp"
+        )
+    if run.mesh.domain > 1 and run.plan.compile != "step":
+        raise UsageError(
+            f"--compile_only with --backend torchtpu and --mesh_domain {run.mesh.domain} requires "
+            "--fsdp simple, without --no-compile"
         )
     if asked.explain and run.plan.compile != "step":
         raise UsageError(
@@ -182,9 +188,9 @@ class PlaceholderTpu(devices.Tpu):
     def count(self) -> int | None:
         return None
 
-    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self.store.mesh = super().arrange(shape)
-        return self.store.mesh
+    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        self.store.add_mesh(ranks)
+        return super().mesh(ranks, names)
 
 
 @contextlib.contextmanager

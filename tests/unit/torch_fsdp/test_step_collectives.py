@@ -21,22 +21,22 @@ FLAGS = [*TINY_MODEL, *TINY_RUN, "--batch_size", "24", "--fake_data", "--fsdp", 
 
 
 @contextlib.contextmanager
-def as_one_of(rank=0):
+def as_one_of(processes, rank=0):
     """A group of processes that are not there: their collectives return at once."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("WORLD_SIZE", str(PROCESSES))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=PROCESSES)
+        patched.setenv("WORLD_SIZE", str(processes))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
         yield
         dist.destroy_process_group()
 
 
 @pytest.fixture
-def fake_processes():
-    with as_one_of():
+def fake_processes(request):
+    with as_one_of(getattr(request, "param", PROCESSES)):
         yield
 
 
-def traced(*flags):
+def traced(*flags, images=8, rows=16):
     """The graph of a step of this process, and the shapes of the whole parameters."""
     run = on_gpus([*FLAGS, "--compile", *flags])
     backend = SimpleFsdpBackend(run, Cpu())
@@ -45,8 +45,8 @@ def traced(*flags):
     model.train()
     batches = [
         {
-            "image": torch.zeros(8 // count, 3, 16, 16, dtype=torch.uint8),
-            "target": torch.zeros(8 // count, dtype=torch.int64),
+            "image": torch.zeros(images // count, 3, rows, 16, dtype=torch.uint8),
+            "target": torch.zeros(images // count, dtype=torch.int64),
         }
         for count in [run.config.data.grad_accum_steps]
         for _ in range(count)
@@ -121,7 +121,7 @@ def test_muon_exchanges_slots_of_equal_size():
     one of the head, largest first."""
     code = set()
     for rank in range(PROCESSES):
-        with as_one_of(rank):
+        with as_one_of(PROCESSES, rank):
             graph, shapes = traced("--optimizer", "muon")
             code.add(graph.code)
             exchanges = [
@@ -146,3 +146,42 @@ def test_muon_exchanges_slots_of_equal_size():
     ]
     elements = sorted(node.meta["val"].numel() for node in exchanges)
     assert elements == sorted(size // PROCESSES for size in [*one_way, *one_way])
+
+
+DOMAIN, WIDTH, PREFIX, PATCHES, IMAGES = 2, 32, 1, 8, 12
+
+
+@pytest.mark.parametrize("fake_processes", [4], indirect=True)
+@pytest.mark.parametrize("is_loop", [True, False])
+@pytest.mark.parametrize("form", ["ulysses", "ring"])
+def test_collectives_between_processes_that_share_images(fake_processes, form, is_loop):
+    """Of two groups, 12 images each, of which a process has 8 of 16 patches and the class token."""
+    flags = f"--mesh_domain {DOMAIN} --domain_attention {form} --class_token --global_pool token"
+    flags += "" if is_loop else " --no_grad_ckpt"
+    graph, _ = traced(*flags.split(), images=IMAGES, rows=8)
+    sent, calls = Counter(), Counter()
+    for node, times in nodes_that_run(graph):
+        kind = getattr(node.target, "__name__", "").partition(".")[0]
+        if kind in ("all_to_all_single", "rotate"):
+            elements = node.args[0].meta["val"].numel()
+            sent[kind, elements] += times
+        if kind == "all_to_all_single":
+            group = dist.distributed_c10d._resolve_process_group(node.args[3])
+            assert dist.get_process_group_ranks(group) == [0, 1]
+            assert node.args[1] == node.args[2] == [1] * DOMAIN
+        elif kind == "rotate":
+            assert list(node.args[1]) == [0, 1, 2, 3]
+            assert node.args[2] == DOMAIN
+        elif kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            calls[node.args[-2]] += 1
+    assert calls.keys() == {4}  # parameters are sharded over all
+    forward = BLOCKS * (2 if is_loop else 1)  # computed again in the backward pass
+    if form == "ulysses":  # of queries, keys and values; of the output, and gradients of both
+        tokens = IMAGES * (PREFIX + PATCHES) * WIDTH
+        assert sent == {
+            ("all_to_all_single", 3 * tokens): forward + BLOCKS,
+            ("all_to_all_single", tokens): forward + BLOCKS,
+        }
+    else:  # keys and values go to the other process, and so do their gradients, and back
+        pair = 2 * IMAGES * PATCHES * WIDTH
+        assert sent == {("rotate", pair): (DOMAIN - 1) * forward + (2 * DOMAIN - 1) * BLOCKS}
