@@ -77,9 +77,9 @@ class Device:
         """Return the number on this host; None if any number of processes can share it."""
         return None
 
-    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the ranks of all processes as a mesh whose last axes communicate most. A
-        collective call."""
+    def arrange(self, shape: tuple[int, ...], *, in_order: bool = False) -> torch.Tensor:
+        """Return the ranks of all processes as a mesh whose last axes communicate most; with
+        ``in_order``, in which they follow one another, host by host. A collective call."""
         return torch.arange(math.prod(shape)).view(shape)
 
     def lacks(self, precision: str) -> str | None:
@@ -324,9 +324,9 @@ class Tpu(Device):
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host() or 0
 
-    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def arrange(self, shape: tuple[int, ...], *, in_order: bool = False) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""
-        if math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
+        if in_order or math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
             return super().arrange(shape)
         distributed = torch.get_device_module("tpu").distributed
         ranks = distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)

@@ -26,6 +26,7 @@ from training.errors import UsageError
 from training.mesh import Mesh, make_mesh
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     model_flags,
     resolve_common,
@@ -94,9 +95,9 @@ def _resolve(
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
         config = replace(config, sharding=sharding)
-    if sharding.mesh_tensor > 1:
+    if sharding.mesh_tensor > 1 and implementation is not SIMPLE:
         raise UsageError(
-            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, not {backend}"
+            f"--mesh_tensor {sharding.mesh_tensor} requires --fsdp simple or --backend xla"
         )
 
     # The devices of this host.
@@ -160,6 +161,7 @@ def _resolve(
             and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
+    check_heads_and_columns(mesh, model)
     if mesh.domain > 1:
         sharding = _resolve_domain(sharding, backend_config, mesh, model)
         config = replace(config, sharding=sharding)

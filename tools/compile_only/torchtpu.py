@@ -178,8 +178,8 @@ class PlaceholderTpu(devices.Tpu):
     def count(self) -> int | None:
         return None
 
-    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self.store.mesh = super().arrange(shape)
+    def arrange(self, shape: tuple[int, ...], *, in_order: bool = False) -> torch.Tensor:
+        self.store.mesh = super().arrange(shape, in_order=in_order)
         return self.store.mesh
 
 
