@@ -326,7 +326,11 @@ class Tpu(Device):
 
     def arrange(self, shape: tuple[int, ...], *, in_order: bool = False) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""
-        if in_order or math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
+        if (
+            in_order
+            or math.prod(shape) == 1
+            or "coords" not in torch_tpu_private.device_attributes()
+        ):
             return super().arrange(shape)
         distributed = torch.get_device_module("tpu").distributed
         ranks = distributed.topology_aware_mesh(shape, allow_split_physical_axes=True)

@@ -283,6 +283,19 @@ def _check_simple(
     for what, is_on in refused.items():
         if is_on:
             raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+    sharding, zero = config.sharding, backend_config.zero_dp_strategy
+    if sharding.mesh_tensor == 1:
+        return
+    not_together = {
+        f"--mesh_domain {sharding.mesh_domain}": sharding.mesh_domain > 1,
+        f"--zero_dp_strategy {zero}": zero == 0,
+    }
+    for what, is_on in not_together.items():
+        if is_on:
+            raise UsageError(
+                f"--mesh_tensor {sharding.mesh_tensor} with --fsdp simple is incompatible with "
+                f"{what}: drop one of the two"
+            )
 
 
 SIMPLE = FsdpImplementation(

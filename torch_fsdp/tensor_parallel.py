@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from timm.layers import RmsNorm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -240,7 +240,8 @@ def compute_part(block: nn.Module, group: TensorGroup, tokens: Tokens, attention
     for layer in (attn.proj, mlp.fc2):
         layer.forward = functools.partial(_by_rows, layer, tokens)
     for norm in (attn.norm, mlp.norm):
-        if isinstance(norm, nn.LayerNorm):
+        if not isinstance(norm, nn.Identity):
+            assert isinstance(norm, nn.LayerNorm | RmsNorm)
             norm.forward = functools.partial(_normalize_columns, norm, group)
 
     def heads(x: Tensor) -> Tensor:
@@ -279,14 +280,17 @@ def _attend(attn: Any, qkv: Qkv, rope: Tensor | None, attn_mask: Tensor | None) 
     return y.transpose(1, 2).flatten(2)
 
 
-def _normalize_columns(norm: nn.LayerNorm, group: TensorGroup, x: Tensor) -> Tensor:
+def _normalize_columns(norm: nn.LayerNorm | RmsNorm, group: TensorGroup, x: Tensor) -> Tensor:
     """Compute a norm over the columns of all processes."""
-    columns = x.shape[-1] * group.count
-    centered = x.float()
-    centered = centered - group.sum(centered.sum(-1, keepdim=True)) / columns
-    variance = group.sum(centered.square().sum(-1, keepdim=True)) / columns
-    y = (centered * (variance + norm.eps).rsqrt()).to(x.dtype) * norm.weight
-    return y if norm.bias is None else y + norm.bias
+
+    def mean(values: Tensor) -> Tensor:
+        return group.sum(values.sum(-1, keepdim=True)) / (x.shape[-1] * group.count)
+
+    y = x.float()
+    if isinstance(norm, nn.LayerNorm):
+        y = y - mean(y)
+    y = (y * (mean(y.square()) + norm.eps).rsqrt()).to(x.dtype) * norm.weight
+    return y if getattr(norm, "bias", None) is None else y + norm.bias
 
 
 def _drop_part(

@@ -194,21 +194,24 @@ class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
     Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of a
-    mesh the group that it is in, "pg_sub:AXIS:RANK": strings that follow their lengths. It reads
-    those of all others.
+    mesh, all meshes' counted together, the group that it is in, "pg_sub:NUMBER:RANK": strings that
+    follow their lengths. It reads those of all others. Groups of all ranks, or of one, are not
+    entered.
     """
 
-    mesh: torch.Tensor
-    """The ranks, arranged as the mesh whose groups are made next."""
-
-    def __init__(
-        self, ranks: int, coordinates: Callable[[int], Sequence[int]], slices: int = 1
-    ) -> None:
-        """``coordinates``: of a rank's device x, y, z and its core on the chip. The ranks of a
-        slice follow one another."""
+    def __init__(self, ranks: int, place: Callable[[int], Sequence[int]], slices: int = 1) -> None:
+        """``place``: of a rank's device its number in the slice, x, y, z and its core on the chip.
+        The ranks of a slice follow one another."""
         super().__init__()
-        self._ranks, self._coordinates, self._slices = ranks, coordinates, slices
+        self._ranks, self._place, self._slices = ranks, place, slices
         self._values: dict[str, Any] = {}
+        self._groups: list[torch.Tensor] = []
+        """By number: the groups along an axis, one in each row."""
+
+    def add_mesh(self, mesh: torch.Tensor) -> None:
+        """Add the mesh whose groups are made next."""
+        axes = (axis for axis, size in enumerate(mesh.shape) if 1 < size < mesh.numel())
+        self._groups += [mesh.movedim(axis, -1).flatten(end_dim=-2) for axis in axes]
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = value
@@ -220,9 +223,9 @@ class AbsentRanks(dist.Store):
         own = self._values[f"{node}:0"].decode().partition(":")[2]
         length, _, rest = own.partition(":")
         entered, told = rest[: int(length)], rest[int(length) :]
-        kind, *axis = entered.split(":")[:-1]
+        kind, *number = entered.split(":")[:-1]
         if kind == "pg_sub":
-            told = self._group(int(rank), int(axis[0]), told)
+            told = self._group(int(rank), int(number[0]), told)
         else:
             told = self._device(int(rank), told)
         entered = f"{entered.rpartition(':')[0]}:{rank}"
@@ -232,18 +235,18 @@ class AbsentRanks(dist.Store):
     def _device(self, rank: int, first: str) -> str:
         """Return a rank's id, process, x, y, z, core, slice and kind, as rank 0 says its own."""
         device = first.split(",")
-        slice_, number = divmod(rank, self._ranks // self._slices)
+        slice_, (number, *coordinates) = rank * self._slices // self._ranks, self._place(rank)
         # Each slice has ids of its own in libtpu, from a multiple of 100,000 on.
         device[0] = str(int(device[0]) + 100_000 * slice_ + number)
-        device[1:6] = map(str, (rank, *self._coordinates(rank)))
+        device[1:6] = map(str, (rank, *coordinates))
         device[6] = str(int(device[6]) + slice_)  # -1: there is but one
         return ",".join(device)
 
-    def _group(self, rank: int, axis: int, first: str) -> str:
+    def _group(self, rank: int, number: int, first: str) -> str:
         """Return a rank's place in its group along an axis, the rank, and what names the group, as
         rank 0 says it of its own."""
-        groups = self.mesh.movedim(axis, -1).flatten(end_dim=-2)
-        (group,) = (sorted(each) for each in groups.tolist() if rank in each)
+        groups = self._groups[number].tolist()
+        (group,) = (sorted(each) for each in groups if rank in each)
         name = first.partition(":")[2] + (str(group[0]) if group[0] else "")
         return f"{group.index(rank)},{rank}:{name}"
 

@@ -291,7 +291,11 @@ def test_dimensions_of_a_block(family):
     if family in refused:
         assert dimensions == {}
         return
-    block, dims, parts = spec.meta.blocks[0], tensor_dims(dimensions), blocks.packed_parts(dimensions)
+    block, dims, parts = (
+        spec.meta.blocks[0],
+        tensor_dims(dimensions),
+        blocks.packed_parts(dimensions),
+    )
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     assert dimensions.keys() == shapes.keys()
     for name, shape in shapes.items():
