@@ -18,7 +18,7 @@ from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import FsdpImplementation, TimmBlocks, TorchRun
-from torch_fsdp.resolve_torch import FSDP2, SIMPLE, why_not_simple
+from torch_fsdp.resolve_torch import FSDP2, SIMPLE, OnlyFsdp2
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field
@@ -36,43 +36,47 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
     if backend_config.fsdp != "auto":
         return _resolve(config, backend_config)
     device = devices.choose(config.backend)
-    required, why = _required_fsdp(config, backend_config, device)
-    run = _resolve(config, replace(backend_config, fsdp=required or "fsdp2"))
-    if required is None and (why := _why_megatron(run, device)):
-        run = _resolve(config, replace(backend_config, fsdp="megatron"))
-    return replace(run, why={**run.why, "fsdp": why}) if why else run
+
+    def resolved(fsdp: _Fsdp, why: str = "") -> TorchRun:
+        run = _resolve(config, replace(backend_config, fsdp=fsdp))
+        return replace(run, why={**run.why, "fsdp": why}) if why else run
+
+    if required := _required_fsdp(config, backend_config, device):
+        return resolved(required)
+    if device.compiles_all:  # where a step of one program is the fastest
+        if backend_config.compile is False:
+            return resolved("fsdp2", " (not SimpleFSDP: --no-compile)")
+        try:
+            return resolved("simple")
+        except OnlyFsdp2 as error:
+            return resolved("fsdp2", f" (not SimpleFSDP: {error.what})")
+    run = resolved("fsdp2")
+    if why := _why_megatron(run, device):
+        return resolved("megatron", why)
+    return run
 
 
-def _required_fsdp(
-    config: RunConfig, backend_config: TorchConfig, device: Device
-) -> tuple[_Fsdp | None, str]:
-    """Return the ``--fsdp`` that the device or a flag requires, and why where that is to be told;
-    None if FSDP2 and Megatron-FSDP can run."""
-    of_a_flag: _Fsdp | None = None
+def _required_fsdp(config: RunConfig, backend_config: TorchConfig, device: Device) -> _Fsdp | None:
+    """Return the ``--fsdp`` that the device or a flag requires; None if several can run."""
+    # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
+    if not device.compiles_all:
+        if (
+            config.sharding.mesh_domain > 1
+            or config.optimizer.linear_probe
+            or config.of(DistillationConfig).teacher is not None
+            or config.objective.has_teacher
+            or config.sharding.precision == "fp16"
+            or not isinstance(device, devices.Cuda)
+        ):
+            return "fsdp2"
+        if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
+            return "megatron"
     for option in by_field(TorchConfig).values():
         if getattr(backend_config, option.field.name) != option.field.default:
             for fsdp in get_args(_Fsdp):
                 if f"fsdp={fsdp}" in option.flag.requires:
-                    of_a_flag = fsdp
-    if device.compiles_all:  # where a step of one program is the fastest
-        without = "--no-compile" if backend_config.compile is False else None
-        without = without or why_not_simple(config)
-        if of_a_flag or not without:
-            return of_a_flag or "simple", ""
-        return "fsdp2", f" (not SimpleFSDP: {without})"
-    # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
-    if (
-        config.sharding.mesh_domain > 1
-        or config.optimizer.linear_probe
-        or config.of(DistillationConfig).teacher is not None
-        or config.objective.has_teacher
-        or config.sharding.precision == "fp16"
-        or not isinstance(device, devices.Cuda)
-    ):
-        return "fsdp2", ""
-    if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
-        return "megatron", ""
-    return of_a_flag, ""
+                    return fsdp
+    return None
 
 
 _HOST_SECONDS = 3.3e-3

@@ -107,18 +107,19 @@ def make_meshes(run: TorchRun, device: Device) -> tuple[DeviceMesh, DeviceMesh, 
     """Return the mesh (OUTER, SHARD) of parameters, that of images, and this process's group; a
     collective call.
 
-    Processes that share an image also shard parameters: the axis SHARD has them. The mesh of images
-    has an axis DOMAIN for them, if there are any, else it is the same. Parts of the batch may be
-    assigned to processes in any order, but those that share an image have consecutive ranks.
+    Processes that share an image also shard parameters: the axis SHARD has them, and those of
+    tensor parallelism. The mesh of images has an axis DOMAIN for them, if there are any, else it is
+    the same. Parts of the batch may be assigned to processes in any order, but those that share
+    images have consecutive ranks.
     """
     mesh = run.mesh
-    shape = (mesh.dcn, mesh.fsdp * mesh.domain) if run.plan.zero else (mesh.devices, 1)
+    shape = (mesh.dcn, mesh.devices // mesh.dcn) if run.plan.zero else (mesh.devices, 1)
+    in_order = torch.arange(mesh.devices).view(shape)
+    ranks = device.arrange(shape) if mesh.fsdp * mesh.dcn == mesh.devices else in_order
+    of_parameters = device.mesh(ranks, (OUTER, SHARD))
     if mesh.domain == 1:
-        of_parameters = device.mesh(device.arrange(shape), (OUTER, SHARD))
         return of_parameters, of_parameters, None
-    ranks = torch.arange(mesh.devices)
-    of_parameters = device.mesh(ranks.view(shape), (OUTER, SHARD))
-    by_image = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
+    by_image = in_order.view(mesh.dcn, mesh.fsdp, mesh.domain)
     of_images = device.mesh(by_image, (OUTER, SHARD, DOMAIN))
     return of_parameters, of_images, DomainGroup.of(of_images, run)
 

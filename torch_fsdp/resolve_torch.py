@@ -26,6 +26,7 @@ from training.errors import UsageError
 from training.mesh import Mesh, make_mesh, on_slices
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     model_flags,
     resolve_common,
@@ -106,9 +107,9 @@ def _resolve(
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
         config = replace(config, sharding=sharding)
-    if sharding.mesh_tensor > 1:
+    if sharding.mesh_tensor > 1 and implementation is not SIMPLE:
         raise UsageError(
-            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, not {backend}"
+            f"--mesh_tensor {sharding.mesh_tensor} requires --fsdp simple or --backend xla"
         )
 
     # The devices of this host.
@@ -172,6 +173,7 @@ def _resolve(
             and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
+    check_heads_and_columns(mesh, model)
     if mesh.domain > 1:
         sharding = _resolve_domain(sharding, backend_config, mesh, model, implementation)
         config = replace(config, sharding=sharding)
@@ -237,10 +239,7 @@ def _resolve_domain(
     traces_step = implementation.compiles == "step"
     if traces_step and (rows := model.sizes.grid[0]) % mesh.domain:
         # Processes with different numbers of rows would trace different steps.
-        raise UsageError(
-            f"--fsdp simple with {flag} requires rows of patches divisible by it, not {rows}: use "
-            "--fsdp fsdp2"
-        )
+        raise OnlyFsdp2(f"{flag}, which does not divide {rows} rows of patches")
     if backend_config.compile and sharding.grad_ckpt == "selective" and not traces_step:
         # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
@@ -280,13 +279,12 @@ def _check_fsdp2(
 FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
 
 
-def why_not_simple(config: RunConfig) -> str | None:
-    """Return which flags FSDP2 supports and SimpleFSDP does not; None if there are none."""
-    dropout = config.model.attn_drop_rate
-    if dropout and config.sharding.attention == "sdpa":
-        # A fused kernel draws its own random numbers.
-        return f"--att_dropout {dropout} with --attention sdpa"
-    return None
+class OnlyFsdp2(UsageError):
+    """What FSDP2 supports, and SimpleFSDP does not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+        self.what = what
 
 
 def _check_simple(
@@ -294,9 +292,23 @@ def _check_simple(
 ) -> None:
     if backend_config.zero_dp_strategy == 1:
         raise UsageError("--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3")
-    what = "CUDA" if isinstance(device, devices.Cuda) else why_not_simple(config)
-    if what:
-        raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+    if isinstance(device, devices.Cuda):
+        raise OnlyFsdp2("CUDA")
+    dropout = config.model.attn_drop_rate
+    if dropout and config.sharding.attention == "sdpa":
+        # A fused kernel draws its own random numbers.
+        raise OnlyFsdp2(f"--att_dropout {dropout} with --attention sdpa")
+    sharding, zero = config.sharding, backend_config.zero_dp_strategy
+    not_together = {
+        f"--mesh_domain {sharding.mesh_domain}": sharding.mesh_domain > 1,
+        f"--zero_dp_strategy {zero}": zero == 0,
+    }
+    for what, is_on in not_together.items():
+        if sharding.mesh_tensor > 1 and is_on:
+            raise UsageError(
+                f"--mesh_tensor {sharding.mesh_tensor} with --fsdp simple is incompatible with "
+                f"{what}: drop one of the two"
+            )
 
 
 SIMPLE = FsdpImplementation(

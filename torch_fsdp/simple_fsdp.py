@@ -13,13 +13,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +29,8 @@ from models.positions import PartOfPositions
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
-from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.domain import attend_over_processes, make_meshes, token_part
+from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
@@ -41,6 +41,7 @@ from torch_fsdp.parallel_plan import (
 )
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
+from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
 from torch_fsdp.torch_backend import TorchBackend
 from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -55,7 +56,7 @@ class Layout:
     with zeros, so that all processes run the same program."""
 
     shape: torch.Size
-    """The shape of the whole parameter."""
+    """The shape of the whole parameter; with ``part``, of that."""
     dim: int
     shards: int
     group: str
@@ -63,15 +64,26 @@ class Layout:
     dtype: torch.dtype
     """The dtype in which the parameter is gathered."""
     reduce_dtype: torch.dtype
+    processes: int
+    """How many of a replica there are, whose gradients are averaged."""
+    part: Part | None = None
+    """With tensor parallelism: the part of the parameter that the group's processes shard."""
 
     @classmethod
     def of(
-        cls, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
+        cls,
+        shape: torch.Size,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        processes: int,
+        part: Part | None = None,
     ) -> "Layout":
-        group = mesh.get_group(SHARD)
+        if part:
+            shape = part.shape
         shards = group.size()
         dim = sharded_dim(shape, shards)
-        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
+        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype, processes, part)
 
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
@@ -90,6 +102,8 @@ class Layout:
 
     def shard(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return shard number ``index``, a copy."""
+        if self.part:
+            whole = self.part.of(whole)
         sizes = list(self.shape)
         sizes[self.dim] = self.chunk
         start, size = self.range(index)
@@ -99,7 +113,7 @@ class Layout:
 
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter; reduces its gradient to the mean over the shards' processes."""
+    """Gathers a parameter, or its part; reduces its gradient to the mean over the processes."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -126,7 +140,7 @@ class Gather(torch.autograd.Function):
             grad = grad.flatten(0, 1)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
         summed = _c10d.wait_tensor(summed).view(ctx.shape)
-        return (summed / layout.shards).to(ctx.dtype), None
+        return (summed / layout.processes).to(ctx.dtype), None
 
 
 @dataclass
@@ -367,8 +381,10 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 class SimpleFsdpBackend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
+        # The axis "fsdp" of _mesh includes "tensor": where "tensor" shards nothing, it does.
         self._mesh, _, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
+        self._tensor = TensorGroup(run, device) if run.mesh.tensor > 1 else None
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
@@ -395,26 +411,36 @@ class SimpleFsdpBackend(TorchBackend):
         layouts: dict[nn.Parameter, Layout] = {}
 
         choose_mask(model, plan.attention)
+        tokens = {stack: Tokens(self._tensor) for stack in self._run.model.stacks if self._tensor}
 
         # Domain parallelism: attention sees the tokens of all processes that share an image.
         if self._domain:
             attend_over_processes(model, plan, self._domain)
 
-        # Each block: weights, attention, shards, recomputation.
+        # Each block: weights, attention, part of heads and columns, shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
             if not self._domain:
                 use_attention(block, plan.attention)
             cast_buffers(block, plan.dtype)
-            unit = blocks[name] = self._unit(block, number, layouts)
-            if self._graphs and self._device.compiles_all:
+            parts: Mapping[nn.Parameter, Part] = {}
+            if self._tensor:
+                parts = self._tensor.parts(block)
+                of_stack = tokens[name.rpartition(".")[0]]
+                compute_part(block, self._tensor, of_stack, plan.attention)
+            unit = blocks[name] = self._unit(block, number, layouts, parts=parts)
+            if self._graphs and self._device.compiles_all and not self._tensor:
                 unit.untraced = compiled(unit.forward, plan, fullgraph=not self._domain)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
         if self._graphs:
             self._form += f", {self._scan_blocks(model, blocks)}"
+        for stack, of_stack in tokens.items():
+            stacked: Any = model.get_submodule(stack)
+            is_one = isinstance(stacked, ScannedBlocks)
+            of_stack.divide(*(stacked, stacked) if is_one else (stacked[0], stacked[-1]))
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -456,8 +482,10 @@ class SimpleFsdpBackend(TorchBackend):
         number: int,
         layouts: dict[nn.Parameter, Layout],
         output_dtype: torch.dtype | None = None,
+        parts: Mapping[nn.Parameter, Part] = MappingProxyType({}),
     ) -> Unit:
-        """Shard what is not sharded yet in ``module``, and add its ``layouts``."""
+        """Shard what is not sharded yet in ``module``, and add its ``layouts``. ``parts``: those
+        of parameters that tensor parallelism divides."""
         plan, where = self._plan, self._device.where
         shards: dict[nn.Parameter, nn.Parameter] = {}
         slots = []
@@ -468,8 +496,14 @@ class SimpleFsdpBackend(TorchBackend):
                 if whole in layouts:  # by a unit below
                     continue
                 if whole not in shards:
-                    layout = Layout.of(whole.shape, self._mesh, plan.dtype, plan.reduce_dtype)
-                    shard = layout.shard(whole.detach(), self.shards[0]).to(where)
+                    group, tensor_part = self._mesh.get_group(SHARD), parts.get(whole)
+                    processes = group.size()
+                    if self._tensor and tensor_part:
+                        group = self._tensor.same_parts
+                    layout = Layout.of(
+                        whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
+                    )
+                    shard = layout.shard(whole.detach(), group.rank()).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout
                 part._parameters[key] = shards[whole]
@@ -569,9 +603,10 @@ class SimpleFsdpBackend(TorchBackend):
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         world, values = _world(), values.detach().contiguous()
-        return _c10d.wait_tensor(
-            _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
-        )
+        gathered = _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
+        # Processes that compute with the same images follow one another.
+        of_each = _c10d.wait_tensor(gathered).unflatten(0, (self.batch_shards, -1, len(values)))
+        return of_each[:, 0].flatten(0, 1)
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -580,8 +615,12 @@ class SimpleFsdpBackend(TorchBackend):
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         layout = self._layouts[name]
-        start, size = layout.range(self.shards[0])
+        group = self._tensor.same_parts if self._tensor and layout.part else None
+        start, size = layout.range(group.rank() if group else self.shards[0])
         offsets = [0] * len(layout.shape)
         offsets[layout.dim] = start
         chunks = [Chunk(tuple(offsets), values.narrow(layout.dim, 0, size))] if size else []
-        return ShardedTensor(layout.shape, values.dtype, chunks)
+        if layout.part is None:
+            return ShardedTensor(layout.shape, values.dtype, chunks)
+        pieces = [piece for chunk in chunks for piece in layout.part.in_whole(chunk)]
+        return ShardedTensor(layout.part.whole, values.dtype, pieces)

@@ -195,23 +195,24 @@ class TorchBackend(abc.ABC):
         self, open_shard: Callable[[BatchShard], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         mesh, host_processes = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if mesh.domain == 1 or reads_rows:
+        sharing = mesh.devices_a_part
+        if sharing == 1 or reads_rows:
             rows = None if mesh.domain == 1 else self.image_rows
             return open_shard(
                 BatchShard(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
             )
         # Processes that share images load some of them each, and send each other the rows.
         shared_images = images // self.batch_shards
-        sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
+        sources, index = math.gcd(sharing, shared_images), dist.get_rank() % sharing
         share = BatchShard(
             self.batch_shard * sources + min(index, sources - 1),
             self.batch_shards * sources,
             loads=index < sources,
             of_host=host_processes,
         )
-        rows_by_process = [image_rows(self._run, place) for place in range(mesh.domain)]
+        rows_by_process = [image_rows(self._run, place) for place in range(sharing)]
         # A separate group for CPU tensors.
-        ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
+        ranks = torch.arange(mesh.devices).view(-1, sharing).tolist()
         with silence_gloo():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
         return SharedImages(
@@ -254,7 +255,7 @@ class TorchBackend(abc.ABC):
         norm = self._clip_grad_norm(max_norm)
         skipped = not_finite(loss, norm)
         mesh = self._run.mesh
-        if self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1:
+        if self._zero == 0 or mesh.dcn > 1 or mesh.devices_a_part > 1:
             # Several processes hold the same part of a parameter, or compute the loss of the same
             # images. Each has computed its own norm, but all must make the same decision.
             skipped = self._all_reduce(skipped, "max")

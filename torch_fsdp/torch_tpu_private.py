@@ -5,9 +5,13 @@ only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
+import itertools
+import re
 import runpy
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,10 +152,78 @@ def _bodies_not_compiled_alone() -> Iterator[None]:
     from torch_tpu._internal.compile import scan
 
     def lower(body: torch.fx.GraphModule, args: list[Any]) -> SimpleNamespace:
-        return SimpleNamespace(module=scan._build_body_mlir(body, args))
+        return SimpleNamespace(module=_with_ranks(scan._build_body_mlir(body, args), body))
 
     with mock.patch.object(scan.export, "fx_to_mlir", lower):
         yield
+
+
+def _with_ranks(module: Any, body: torch.fx.GraphModule) -> Any:
+    """Return the module of a scan's body with ranks in its groups of processes.
+
+    torch_tpu 0.2.0 numbers the devices of each module it makes along the groups of the module's
+    first collective. But a body becomes a part of a program whose first one may have other groups:
+    here that is over all processes of a replica, which follow one another.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    names = {
+        node.args[-1]
+        for node in body.graph.nodes
+        if getattr(node.target, "namespace", "") == "_c10d_functional"
+        and isinstance(node.args[-1], str)
+    }
+    of_name = {name: _groups_of(name) for name in names}
+    if len(of_name) < 2:
+        return module
+    text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
+    known = {frozenset(map(frozenset, groups)) for groups in of_name.values()}
+    found = [_parse_groups(match[1], match[2]) for match in _GROUPS.finditer(text)]
+    for groups in of_name.values():
+        ranks = list(itertools.chain(*groups))
+        if all(
+            frozenset(frozenset(ranks[i] for i in group) for group in each) in known
+            for each in found
+        ):
+            break
+    else:
+        raise RuntimeError("torch_tpu has numbered the devices of a loop in an unknown order")
+
+    def rewrite(match: re.Match[str]) -> str:
+        groups = _parse_groups(match[1], match[2])
+        return f"dense<{[[ranks[i] for i in group] for group in groups]}> : tensor<{match[2]}xi64>"
+
+    return tpu_torch_compile.parse_mlir_text(_GROUPS.sub(rewrite, text))
+
+
+_GROUPS = re.compile(r"(?<=replica_groups = )dense<([^>]*)> : tensor<(\d+x\d+)xi64>")
+
+
+def _parse_groups(values: str, shape: str) -> list[list[int]]:
+    """Return groups as StableHLO's text writes them: lists, or bytes of many numbers."""
+    count, size = map(int, shape.split("x"))
+    if values.startswith('"0x'):
+        numbers = list(struct.unpack(f"<{count * size}q", bytes.fromhex(values[3:-1])))
+    else:
+        numbers = [int(number) for number in re.findall(r"\d+", values)]
+    return [numbers[i * size : (i + 1) * size] for i in range(count)]
+
+
+@functools.cache
+def _groups_of(name: str) -> list[list[int]]:
+    """Return the ranks of the group of this name, and of those that are along the same axis."""
+    from torch_tpu._internal.compile import scan, tpu_torch_compile
+
+    def sums(x: torch.Tensor) -> list[torch.Tensor]:
+        for group in (dist.distributed_c10d._get_default_group().group_name, name):
+            summed = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+            x = torch.ops._c10d_functional.wait_tensor(summed)
+        return [x]
+
+    x = scan._to_placeholder(torch.empty(1))
+    text = tpu_torch_compile.serialize_mlir_text(scan._build_body_mlir(sums, [x]))
+    *_, last = _GROUPS.finditer(text)
+    return _parse_groups(last[1], last[2])
 
 
 @contextlib.contextmanager
@@ -213,26 +285,25 @@ def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> tor
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
-    Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of
-    all meshes, numbered in the order in which groups are made, the group that it is in,
-    "pg_sub:NUMBER:RANK": strings that follow their lengths. It reads those of all others.
+    Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of a
+    mesh, all meshes' counted together, the group that it is in, "pg_sub:NUMBER:RANK": strings that
+    follow their lengths. It reads those of all others. Groups of all ranks, or of one, are not
+    entered.
     """
 
-    def __init__(
-        self, ranks: int, coordinates: Callable[[int], Sequence[int]], slices: int = 1
-    ) -> None:
-        """``coordinates``: of a rank's device x, y, z and its core on the chip. The ranks of a
-        slice follow one another."""
+    def __init__(self, ranks: int, place: Callable[[int], Sequence[int]], slices: int = 1) -> None:
+        """``place``: of a rank's device its number in the slice, x, y, z and its core on the chip.
+        The ranks of a slice follow one another."""
         super().__init__()
-        self._ranks, self._coordinates, self._slices = ranks, coordinates, slices
+        self._ranks, self._place, self._slices = ranks, place, slices
         self._values: dict[str, Any] = {}
-        self._axes: list[torch.Tensor] = []
+        self._groups: list[torch.Tensor] = []
+        """By number: the groups along an axis, one in each row."""
 
-    def add_mesh(self, ranks: torch.Tensor) -> None:
-        """Expect the groups of a mesh of these ranks to be made next."""
-        for axis, size in enumerate(ranks.shape):
-            if 1 < size < self._ranks:  # nothing is entered for groups of one rank or of all
-                self._axes.append(ranks.movedim(axis, -1).flatten(end_dim=-2))
+    def add_mesh(self, mesh: torch.Tensor) -> None:
+        """Add the mesh whose groups are made next."""
+        axes = (axis for axis, size in enumerate(mesh.shape) if 1 < size < mesh.numel())
+        self._groups += [mesh.movedim(axis, -1).flatten(end_dim=-2) for axis in axes]
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = value
@@ -256,17 +327,18 @@ class AbsentRanks(dist.Store):
     def _device(self, rank: int, first: str) -> str:
         """Return a rank's id, process, x, y, z, core, slice and kind, as rank 0 says its own."""
         device = first.split(",")
-        slice_, number = divmod(rank, self._ranks // self._slices)
+        slice_, (number, *coordinates) = rank * self._slices // self._ranks, self._place(rank)
         # Each slice has ids of its own in libtpu, from a multiple of 100,000 on.
         device[0] = str(int(device[0]) + 100_000 * slice_ + number)
-        device[1:6] = map(str, (rank, *self._coordinates(rank)))
+        device[1:6] = map(str, (rank, *coordinates))
         device[6] = str(int(device[6]) + slice_)  # -1: there is but one
         return ",".join(device)
 
-    def _group(self, rank: int, axis: int, first: str) -> str:
+    def _group(self, rank: int, number: int, first: str) -> str:
         """Return a rank's place in its group along an axis, the rank, and what names the group, as
         rank 0 says it of its own."""
-        (group,) = (sorted(each) for each in self._axes[axis].tolist() if rank in each)
+        groups = self._groups[number].tolist()
+        (group,) = (sorted(each) for each in groups if rank in each)
         name = first.partition(":")[2] + (str(group[0]) if group[0] else "")
         return f"{group.index(rank)},{rank}:{name}"
 

@@ -488,8 +488,8 @@ class ShardingConfig:
     mesh_tensor: int = flag(
         1,
         "number of devices that the attention heads and MLP columns of each block are sharded "
-        "over (tensor parallelism); must divide both; XLA with SPMD only; not supported by all "
-        "models (see --list_models)",
+        "over (tensor parallelism); must divide both; XLA with SPMD, or --fsdp simple; not "
+        "supported by all models (see --list_models)",
         kind=positive,
         incompatible_with=("run_without_fsdp",),
     )

@@ -36,6 +36,21 @@ LOGICAL_AXIS_RULES: dict[str, Axes] = {
 block computes. ``models.blocks.logical_axes`` gives the logical axes of its parameters. At
 rest, parameters are sharded along "fsdp" and "domain" too (``Mesh.parameter_spec``)."""
 
+
+def tensor_dims(dimensions: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return, for each of a block's parameters that "tensor" shards, the sharded dimension.
+
+    ``dimensions``: the logical axes of each parameter, what a layer folds together unfolded, as of
+    ``models.blocks.logical_axes``.
+    """
+    return {
+        name: index
+        for name, kinds in dimensions.items()
+        for index, kind in enumerate(kinds)
+        if "tensor" in LOGICAL_AXIS_RULES[kind]
+    }
+
+
 _PARAMETER_AXES: Axes = ("fsdp", "domain")
 """The axes that shard parameters at rest, and over which they are gathered before use."""
 

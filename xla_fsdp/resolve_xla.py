@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from models.blocks import why_no_tensor_parallel
 from tpu_attention.choice import for_teacher, resolve_attention
 from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY
 from training.config import RunConfig, ShardingConfig
@@ -17,6 +16,7 @@ from training.flags import by_field
 from training.mesh import make_mesh, on_slices
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     resolve_common,
     resolve_domain,
@@ -106,14 +106,8 @@ def resolve_for_slice(
 
     # Check that the mesh can shard the model.
     check_rows(mesh, model)
+    check_heads_and_columns(mesh, model)
     sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
-    if mesh.tensor > 1:
-        if reason := why_no_tensor_parallel(model.block):
-            raise UsageError(f"{tensor} is incompatible with --model {model.name}: {reason}")
-        if sizes.num_heads % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
-        if sizes.hidden % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
 
     # --domain_attention.
     hindered = None

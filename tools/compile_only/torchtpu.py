@@ -88,7 +88,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     if topology.generation == 4:
         raise UsageError("--compile_only with --backend torchtpu does not support v4")
     run = resolve_for_slice(config, backend_config, topology)
-    if run.mesh.fsdp * run.mesh.domain != topology.slice_devices:
+    if run.mesh.dcn != topology.slices:
         raise UsageError(
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
             f"only, not {run.mesh}: drop --run_without_fsdp"
@@ -102,7 +102,7 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
         raise UsageError(
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile"
         )
-    links = Links(topology)
+    links = _links(run, topology)
     hlo_dir = make_hlo_dir(asked.hlo_dir)
 
     start, load = time.perf_counter(), os.getloadavg()[0]
@@ -167,6 +167,11 @@ def _check_installed() -> None:
             )
     if shutil.which("cc") is None:
         raise UsageError("--compile_only with --backend torchtpu requires a C compiler, cc")
+
+
+def _links(run: TorchRun, topology: Topology) -> Links:
+    """Return the links of a slice whose processes are numbered as a run's."""
+    return Links(topology, by_host=run.mesh.tensor > 1)
 
 
 # -- the run, as rank 0 of a slice ----------------------------------------------------------------
@@ -323,13 +328,14 @@ def _run_steps(
     run = resolve_for_slice(config, backend_config, topology)
     device = PlaceholderTpu()
     device.start(tf32=False, products=run.plan.products)
-    places = Links(topology).places
+    places, cores = _links(run, topology).places, topology.chip.devices
+    numbers = {place: number for number, place in enumerate(Links(topology).places[::cores])}
 
-    def coordinates(rank: int) -> tuple[int, int, int, int]:
-        x, y, z = (*places[rank % len(places)], 0)[:3]
-        return x, y, z, rank % topology.chip.devices
+    def place(rank: int) -> tuple[int, int, int, int, int]:
+        x, y, z = (*(of_chip := places[rank % len(places)]), 0)[:3]
+        return numbers[of_chip] * cores + rank % cores, x, y, z, rank % cores
 
-    device.store = torch_tpu_private.AbsentRanks(topology.devices, coordinates, topology.slices)
+    device.store = torch_tpu_private.AbsentRanks(topology.devices, place, topology.slices)
     dist.init_process_group(
         device.collectives, store=device.store, rank=0, world_size=topology.devices
     )

@@ -30,6 +30,12 @@ def resolved(flags: str):
         ("--forward_prefetch 2", FSDP2, None),
         ("--no-compile", FSDP2, " (not SimpleFSDP: --no-compile)"),
         ("--no-compile --fsdp simple", SIMPLE, None),
+        ("--mesh_domain 2 --mesh_fsdp 2", SIMPLE, None),
+        (
+            "--mesh_domain 2 --image_size 20",
+            FSDP2,
+            " (not SimpleFSDP: --mesh_domain 2, which does not divide 5 rows of patches)",
+        ),
         (
             "--att_dropout 0.1 --attention sdpa",
             FSDP2,

@@ -12,6 +12,7 @@ from tests.support.cli import TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_gpus
 from torch_fsdp.devices import Cpu
 from torch_fsdp.simple_fsdp import SimpleFsdpBackend
+from torch_fsdp.step_graph import code_of
 from training.objectives.registry import open_objective
 from training.schedule import StepRates
 from training.step import shard_and_optimize, train_step
@@ -21,23 +22,19 @@ FLAGS = [*TINY_MODEL, *TINY_RUN, "--batch_size", "24", "--fake_data", "--fsdp", 
 
 
 @contextlib.contextmanager
-def as_one_of(processes, rank=0):
+def fake_processes(processes, rank=0):
     """A group of processes that are not there: their collectives return at once."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("WORLD_SIZE", str(processes))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-        yield
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def fake_processes(request):
-    with as_one_of(getattr(request, "param", PROCESSES)):
-        yield
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def traced(*flags, images=8, rows=16):
-    """The graph of a step of this process, and the shapes of the whole parameters."""
+    """The graph of a step of a process, and the shapes of the whole parameters."""
     run = on_gpus([*FLAGS, "--compile", *flags])
     backend = SimpleFsdpBackend(run, Cpu())
     model = shard_and_optimize(run, backend)
@@ -49,6 +46,7 @@ def traced(*flags, images=8, rows=16):
             "target": torch.zeros(images // count, dtype=torch.int64),
         }
         for count in [run.config.data.grad_accum_steps]
+        for images in [run.config.data.batch_size // run.mesh.batch_shards]
         for _ in range(count)
     ]
     train_step(model, objective, backend, 0, batches, rates=StepRates(1e-3), max_norm=1.0)
@@ -68,10 +66,26 @@ def nodes_that_run(graph):
             yield node, 1
 
 
-def padded(shape):
+def collectives(graph):
+    """How often each kind runs, and the elements of its whole tensors, by kind and group."""
+    found, elements = Counter(), Counter()
+    for node, times in nodes_that_run(graph):
+        kind = getattr(node.target, "__name__", "").partition(".")[0]
+        if kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+            group = dist.distributed_c10d._resolve_process_group(node.args[-1])
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if kind != "all_reduce":
+                assert node.args[-2] == len(ranks)
+            whole = node if kind == "all_gather_into_tensor" else node.args[0]
+            found[kind, ranks] += times
+            elements[kind, ranks] += times * whole.meta["val"].numel()
+    return found, elements
+
+
+def padded(shape, shards=PROCESSES):
     """The elements of all shards of a parameter, along dimension 0 or that of the positions."""
-    dim = 1 if shape[0] == 1 and shape[1] % PROCESSES == 0 else 0
-    return shape.numel() // shape[dim] * -(-shape[dim] // PROCESSES) * PROCESSES
+    dim = 1 if shape[0] == 1 and len(shape) > 2 and shape[1] % shards == 0 else 0
+    return shape.numel() // shape[dim] * -(-shape[dim] // shards) * shards
 
 
 @pytest.mark.parametrize(
@@ -84,19 +98,11 @@ def padded(shape):
         ("--zero_dp_strategy 2", 1, 0, False),
     ],
 )
-def test_collectives_of_a_step(fake_processes, flags, passes, recomputes, is_loop):
-    graph, shapes = traced(*flags.split())
-    found, elements = Counter(), Counter()
-    for node, times in nodes_that_run(graph):
-        kind = getattr(node.target, "__name__", "").partition(".")[0]
-        if kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-            found[kind] += times
-            whole = node if kind == "all_gather_into_tensor" else node.args[0]
-            elements[kind] += times * whole.meta["val"].numel()
-            group = dist.distributed_c10d._resolve_process_group(node.args[-1])
-            assert dist.get_process_group_ranks(group) == [*range(PROCESSES)]
-            if kind != "all_reduce":
-                assert node.args[-2] == PROCESSES
+def test_collectives_of_a_step(flags, passes, recomputes, is_loop):
+    with fake_processes(PROCESSES):
+        graph, shapes = traced(*flags.split())
+        found, elements = collectives(graph)
+    everyone = tuple(range(PROCESSES))
     in_blocks = {name for name in shapes if name.startswith("blocks.")}
     assert len(in_blocks) == BLOCKS * 12
     # A loop gathers norms and biases of all blocks together, once.
@@ -104,15 +110,15 @@ def test_collectives_of_a_step(fake_processes, flags, passes, recomputes, is_loo
     fewer = len(together) - len(together) // BLOCKS
     times = {name: 1 + recomputes * (name in in_blocks - together) for name in shapes}
     assert found == {
-        "all_gather_into_tensor": passes * (sum(times.values()) - fewer),
-        "reduce_scatter_tensor": passes * (len(shapes) - fewer),
-        "all_reduce": 2,  # of the loss and of the gradient's norm
+        ("all_gather_into_tensor", everyone): passes * (sum(times.values()) - fewer),
+        ("reduce_scatter_tensor", everyone): passes * (len(shapes) - fewer),
+        ("all_reduce", everyone): 2,  # of the loss and of the gradient's norm
     }
     assert elements == {
-        "all_gather_into_tensor": passes
+        ("all_gather_into_tensor", everyone): passes
         * sum(times[name] * padded(shape) for name, shape in shapes.items()),
-        "reduce_scatter_tensor": passes * sum(map(padded, shapes.values())),
-        "all_reduce": 2,
+        ("reduce_scatter_tensor", everyone): passes * sum(map(padded, shapes.values())),
+        ("all_reduce", everyone): 2,
     }
 
 
@@ -121,7 +127,7 @@ def test_muon_exchanges_slots_of_equal_size():
     one of the head, largest first."""
     code = set()
     for rank in range(PROCESSES):
-        with as_one_of(PROCESSES, rank):
+        with fake_processes(PROCESSES, rank):
             graph, shapes = traced("--optimizer", "muon")
             code.add(graph.code)
             exchanges = [
@@ -151,29 +157,29 @@ def test_muon_exchanges_slots_of_equal_size():
 DOMAIN, WIDTH, PREFIX, PATCHES, IMAGES = 2, 32, 1, 8, 12
 
 
-@pytest.mark.parametrize("fake_processes", [4], indirect=True)
 @pytest.mark.parametrize("is_loop", [True, False])
 @pytest.mark.parametrize("form", ["ulysses", "ring"])
-def test_collectives_between_processes_that_share_images(fake_processes, form, is_loop):
+def test_collectives_between_processes_that_share_images(form, is_loop):
     """Of two groups, 12 images each, of which a process has 8 of 16 patches and the class token."""
     flags = f"--mesh_domain {DOMAIN} --domain_attention {form} --class_token --global_pool token"
     flags += "" if is_loop else " --no_grad_ckpt"
-    graph, _ = traced(*flags.split(), images=IMAGES, rows=8)
     sent, calls = Counter(), Counter()
-    for node, times in nodes_that_run(graph):
-        kind = getattr(node.target, "__name__", "").partition(".")[0]
-        if kind in ("all_to_all_single", "rotate"):
-            elements = node.args[0].meta["val"].numel()
-            sent[kind, elements] += times
-        if kind == "all_to_all_single":
-            group = dist.distributed_c10d._resolve_process_group(node.args[3])
-            assert dist.get_process_group_ranks(group) == [0, 1]
-            assert node.args[1] == node.args[2] == [1] * DOMAIN
-        elif kind == "rotate":
-            assert list(node.args[1]) == [0, 1, 2, 3]
-            assert node.args[2] == DOMAIN
-        elif kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            calls[node.args[-2]] += 1
+    with fake_processes(4):
+        graph, _ = traced(*flags.split(), images=IMAGES, rows=8)
+        for node, times in nodes_that_run(graph):
+            kind = getattr(node.target, "__name__", "").partition(".")[0]
+            if kind in ("all_to_all_single", "rotate"):
+                elements = node.args[0].meta["val"].numel()
+                sent[kind, elements] += times
+            if kind == "all_to_all_single":
+                group = dist.distributed_c10d._resolve_process_group(node.args[3])
+                assert dist.get_process_group_ranks(group) == [0, 1]
+                assert node.args[1] == node.args[2] == [1] * DOMAIN
+            elif kind == "rotate":
+                assert list(node.args[1]) == [0, 1, 2, 3]
+                assert node.args[2] == DOMAIN
+            elif kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+                calls[node.args[-2]] += 1
     assert calls.keys() == {4}  # parameters are sharded over all
     forward = BLOCKS * (2 if is_loop else 1)  # computed again in the backward pass
     if form == "ulysses":  # of queries, keys and values; of the output, and gradients of both
@@ -185,3 +191,59 @@ def test_collectives_between_processes_that_share_images(fake_processes, form, i
     else:  # keys and values go to the other process, and so do their gradients, and back
         pair = 2 * IMAGES * PATCHES * WIDTH
         assert sent == {("rotate", pair): (DOMAIN - 1) * forward + (2 * DOMAIN - 1) * BLOCKS}
+
+
+DIVIDED = (
+    "attn.qkv.weight attn.qkv.bias attn.proj.weight mlp.fc1.weight mlp.fc1.bias mlp.fc2.weight"
+)
+"""The parameters of a block that "tensor" shards."""
+
+
+def test_collectives_with_tensor_parallelism():
+    """Matrices go between processes that have the same part of them, tokens between those of a
+    "tensor" group, in each half of a block there and back."""
+    with fake_processes(4):
+        graph, shapes = traced("--mesh_tensor", "2")
+        found, elements = collectives(graph)
+    everyone, same_part, tensor = (0, 1, 2, 3), (0, 2), (0, 1)
+    in_blocks = {name for name in shapes if name.startswith("blocks.")}
+    divided = {name for name in in_blocks if name.endswith(tuple(DIVIDED.split()))}
+    assert len(divided) == BLOCKS * 6
+    matrices = {name for name in divided if len(shapes[name]) == 2}
+    others = shapes.keys() - divided
+
+    # Of the two halves: forward, again in the backward pass, and backward; and after all blocks.
+    tokens = 12 * 16 * 32
+    of_halves = BLOCKS * 2 * 3 + 1
+    assert found == {
+        ("all_gather_into_tensor", same_part): 2 * len(matrices) + 2,
+        ("reduce_scatter_tensor", same_part): len(matrices) + 2,
+        ("all_gather_into_tensor", everyone): len(others) - (BLOCKS - 1) * 6,
+        ("reduce_scatter_tensor", everyone): len(others) - (BLOCKS - 1) * 6,
+        ("all_gather_into_tensor", tensor): of_halves,
+        ("reduce_scatter_tensor", tensor): of_halves,
+        ("all_reduce", everyone): 3,  # of the loss, the gradient's norm, and whether to skip
+    }
+    of_parts = {name: shapes[name].numel() // 2 for name in divided}
+    of_others = sum(padded(shapes[name], 4) for name in others)
+    assert elements == {
+        ("all_gather_into_tensor", same_part): sum(of_parts.values())
+        + sum(of_parts[name] for name in matrices),
+        ("reduce_scatter_tensor", same_part): sum(of_parts.values()),
+        ("all_gather_into_tensor", everyone): of_others,
+        ("reduce_scatter_tensor", everyone): of_others,
+        ("all_gather_into_tensor", tensor): of_halves * tokens,
+        ("reduce_scatter_tensor", tensor): of_halves * tokens,
+        ("all_reduce", everyone): 3,
+    }
+
+
+@pytest.mark.parametrize("flags", ["--mesh_tensor 2", "--mesh_dcn 2"])
+def test_all_processes_trace_the_same_graph(flags):
+    """Which process it is, and what its groups are called, is not in it."""
+    codes = set()
+    for rank in range(4):
+        with fake_processes(4, rank):
+            graph, _ = traced(*flags.split(), "--mlp_dropout", "0.1")
+            codes.add(code_of(graph))
+    assert len(codes) == 1

@@ -82,7 +82,7 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
             "--tpu_topology v5e:2x2 --explain --fsdp simple --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
-        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
+        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple or"),
         (
             "--tpu_topology v5e:2x2 --run_without_fsdp",
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
