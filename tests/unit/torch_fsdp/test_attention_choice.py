@@ -64,8 +64,8 @@ def test_what_is_chosen(flags, attention):
         ),
         (
             "--mesh_domain 2 --fsdp simple --image_size 20",
-            "--fsdp simple with --mesh_domain 2 requires rows of patches divisible by it, not 5: "
-            "use --fsdp fsdp2",
+            "--fsdp simple does not support --mesh_domain 2, which does not divide 5 rows of "
+            "patches: use --fsdp fsdp2",
         ),
         (
             "--attention sdpa --att_dropout 0.1 --fsdp simple",
