@@ -1,6 +1,7 @@
 """--compile_only --backend torchtpu: the real backend, torch_tpu and libtpu, without a TPU."""
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -169,6 +170,27 @@ def test_modules_of_the_whole_step(one_program):
     assert sum(seconds.values()) == pytest.approx(one_program["expected_step_s"])
     assert {"blocks", "patch_embed.proj", "head", "loss", "optimizer"} <= seconds.keys()
     assert not any(module.startswith("blocks.") for module in seconds)
+
+
+def test_tensor_parallelism(tmp_path):
+    """Also in loops, weights are gathered between devices that have the same part of them, and
+    tokens between those that share images; sums of both, by whatever collective."""
+    batch = 32
+    flags = f"--fsdp simple --mesh_tensor 2 --batch_size {batch} --hlo_dir {tmp_path}"
+    report = compiled(2, *flags.split())
+    assert report["mesh"] == {"dcn": 1, "fsdp": 2, "domain": 1, "tensor": 2}
+    parameters = 2 * OF_A_BLOCK + AROUND
+    assert report["state_bytes"] == pytest.approx(12 * parameters / CHIPS, rel=0.01)
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    same_part, tensor, everyone = "{{0,2},{1,3}}", "{{0,1},{2,3}}", "{{0,1,2,3}}"
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(.*?replica_groups=(\S+),", module)
+    over: dict[str, set[int]] = {same_part: set(), tensor: set(), everyone: set()}
+    for sizes, groups in gathered:
+        over[groups].add(math.prod(map(int, sizes.split(","))))
+    of_parts = {width * WIDTH**2 // 2 for width in (3, 1, 4)}  # of qkv, proj, and the MLP's both
+    assert of_parts <= over[same_part]
+    assert over[tensor] == {batch // 2 * TOKENS * WIDTH}
+    assert groups_in(tmp_path) == {*over}
 
 
 @pytest.mark.long
