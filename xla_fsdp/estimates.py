@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from models.spec import ModelSpec
+from tpu_attention.choice import KERNELS
 from tpu_attention.kernels import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from training.config import RunConfig
 from training.mesh import Mesh
@@ -91,6 +92,21 @@ _FORWARD_ALONE = RematCost(0, 0, False, 0, 0)
 
 
 @dataclass(frozen=True)
+class Form:
+    """What the program of a step holds and moves, where it depends on the implementation of FSDP.
+    Bytes are of a value."""
+
+    residual_bytes: int | None
+    """Of a block's input, which is saved; None: as ``--precision``."""
+    reduce_bytes: int = _FP32
+    """Of gradients that are reduced over devices."""
+
+
+SPMD = Form(residual_bytes=_FP32)
+SIMPLE_FSDP = Form(residual_bytes=None)
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes of a device, and its seconds by what it does."""
 
@@ -125,7 +141,12 @@ class Estimate:
 
 
 def estimate(
-    shape: StepSizes, chip: Chip, mesh: Mesh, config: RunConfig, attention: str
+    shape: StepSizes,
+    chip: Chip,
+    mesh: Mesh,
+    config: RunConfig,
+    attention: str,
+    form: Form = SPMD,
 ) -> Estimate:
     """Return what a run of blocks in a step is expected to need on each device.
 
@@ -138,7 +159,7 @@ def estimate(
     rounds = ahead + (3 if shape.learns else 1)  # the backward pass counts as two forward ones
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config, trains=shape.learns)
-    has_kernels = attention != "sdpa"  # kernels of attention write no scores
+    has_kernels = attention in KERNELS  # which write no scores
     block_runs = passes * shape.depth
     state = shape.state_parameters * _share_held(mesh, shape.block_shapes) / tensor
 
@@ -151,7 +172,7 @@ def estimate(
     )  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
-    input_bytes = rows * shape.width / tensor * _FP32
+    input_bytes = rows * shape.width / tensor * (form.residual_bytes or value_bytes)
 
     # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
     queries, keys = round_up(tokens, SUBLANES), round_up(shape.tokens, unit)
