@@ -1,7 +1,7 @@
 """The stacks that ``--plan`` plans for: what each accepts and compiles, and how it is started."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,9 +25,7 @@ class Stack(ABC):
     xla: XlaConfig
     """Of PyTorch/XLA all flags, of others those about the slice and its compiler."""
 
-    form: ClassVar[Form]
-    """What its program of a step moves and holds."""
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {
         "grad_ckpt": tuple(POLICIES),
         "grad_accum_steps": (1, 2, 4, 8, 16),
         "attention": ("sdpa", "whole", "flash"),
@@ -43,6 +41,11 @@ class Stack(ABC):
     """The same where the environment is the one that launchers make."""
     launcher_flags: ClassVar[Sequence[str]] = ()
     """What launchers that get a slice are told."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """What its program of a step moves and holds."""
 
     @abstractmethod
     def check_installed(self) -> None:
@@ -71,9 +74,12 @@ class Stack(ABC):
 
 @dataclass(frozen=True)
 class PyTorchXla(Stack):
-    form = SPMD
     program = ("python3", PROGRAM)
     program_of_launchers = (".venv/bin/python", "-u", PROGRAM)
+
+    @property
+    def form(self) -> Form:
+        return SPMD
 
     def check_installed(self) -> None:
         compiler.check_installed("--plan")
@@ -105,10 +111,14 @@ class TorchTpu(Stack):
 
     torch: TorchConfig
 
-    form = SIMPLE_FSDP
-    choices = {**Stack.choices, "attention": ("plain", "whole", "flash")}
+    # With other values of --grad_ckpt blocks are no loop, and each takes the compiler minutes.
+    choices = Stack.choices | {"grad_ckpt": ("full",), "attention": ("plain", "whole", "flash")}
     program = program_of_launchers = ("launch/torchrun.sh",)
     launcher_flags = ("--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python")
+
+    @property
+    def form(self) -> Form:
+        return replace(SIMPLE_FSDP, reduce_bytes=2 if self.torch.reduce_dtype == "bf16" else 4)
 
     def check_installed(self) -> None:
         torchtpu.check_installed("--plan")

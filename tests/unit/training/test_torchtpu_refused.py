@@ -36,7 +36,11 @@ def tpu_host(monkeypatch):
             "--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
             "--tpu_compiler requires --backend xla, not torchtpu",
         ),
-        ("--plan", "--plan requires --backend xla, not torchtpu"),
+        ("--plan --fsdp fsdp2", "--plan with --backend torchtpu requires --fsdp simple, not fsdp2"),
+        (
+            "--plan --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
+            "--tpu_compiler requires --backend xla, not torchtpu",
+        ),
     ],
 )
 def test_refused(flags, words, tpu_host, capsys, tmp_path):
