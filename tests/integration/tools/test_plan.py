@@ -59,6 +59,9 @@ COMPILED = [
     ("v5p:4x4x8", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.67, 420.0),
     ("v5e:8x8", VIT_10B, 1024, Mesh(fsdp=64), "full", "whole", 6.69, 1906.0),
     ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "full", "whole", 2.32, 266.0),
+    # By libtpu 0.0.52 (docs/evidence/tpu_compiler.md).
+    ("tpu7x:2x2x2", VIT_L, 1024, Mesh(fsdp=16), "full", "whole", 2.25, 67.7),
+    ("tpu7x:4x4x4", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.73, 247.2),
 ]
 
 
@@ -541,6 +544,8 @@ def test_by_arithmetic_alone(plan, tmp_path):
             dollars = each["hours"] * each["chips"] * found["prices"][kind]["per_hour"]
             assert each["cost_usd"] == pytest.approx(dollars)
         assert 0 < each["expected_mfu"] < 1
+    (note,) = [note for note in found["notes"] if note.startswith("tpu7x: ")]
+    assert note.endswith("plan with --backend torchtpu in its environment")
     figures = {"fastest": "hours", "cheapest": "cost_usd", "smallest": "chips"}
     for name, figure in figures.items():
         known = [each[figure] for each in found["plans"] if each[figure] is not None]
@@ -575,6 +580,7 @@ def test_one_slice_is_one_plan(tmp_path, capsys):
         assert run_vit_training.main([*words, "--tpu_topology", slices]) == code
         printed = capsys.readouterr()
         assert printed.err == ""
+        assert "tpu7x: " not in printed.out
         before = re.findall(r"(?m)^(.+): \S+, [\d.,]+ hours, ", printed.out)
         assert printed.out.count("  train: ") == len(before)
         return before, "picture: " in printed.out
