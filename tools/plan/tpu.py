@@ -289,8 +289,8 @@ def plan_slices(config: RunConfig, stack: Stack, plan: PlanConfig) -> int:
     topologies = (option.candidate.topology for option in search.options)
     if any(stack.that_trains_on(topology) is not stack for topology in topologies):
         notes.append(
-            "tpu7x: these are figures of PyTorch/XLA's program, which does not run there; for those "
-            "of TorchTPU's, plan with --backend torchtpu in its environment"
+            "tpu7x: these figures are of PyTorch/XLA's program, which does not run there; for "
+            "TorchTPU's, plan with --backend torchtpu in its environment"
         )
     return plans.print_plans(request, found_plans, notes)
 
