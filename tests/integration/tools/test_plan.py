@@ -59,7 +59,9 @@ COMPILED = [
     ("v5p:4x4x8", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.67, 420.0),
     ("v5e:8x8", VIT_10B, 1024, Mesh(fsdp=64), "full", "whole", 6.69, 1906.0),
     ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "full", "whole", 2.32, 266.0),
-    # By libtpu 0.0.52 (docs/evidence/tpu_compiler.md).
+]
+# The same by libtpu 0.0.52 (docs/evidence/tpu_compiler.md).
+COMPILED_BY_NEWER = [
     ("tpu7x:2x2x2", VIT_L, 1024, Mesh(fsdp=16), "full", "whole", 2.25, 67.7),
     ("tpu7x:4x4x4", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.73, 247.2),
 ]
@@ -87,7 +89,7 @@ def computed(row, shapes):
     return candidate.estimate(shapes[model], config)
 
 
-@pytest.mark.parametrize("row", COMPILED)
+@pytest.mark.parametrize("row", COMPILED + COMPILED_BY_NEWER)
 def test_the_arithmetic_is_near_the_compiler(row, shapes):
     found, (peak_gib, step_ms) = computed(row, shapes), row[-2:]
     assert found.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.15)
