@@ -274,6 +274,12 @@ def plan_slices(config: RunConfig, stack: Stack, plan: PlanConfig) -> int:
             seen.add(candidate.topology)
             found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
+    if search.options and not (found_plans or search.found):
+        # What refuses the first, which has no more than the flags ask for, refuses all.
+        reason = refusal(request, search.options[0].candidate)
+        if reason:
+            raise UsageError(reason)
+
     fit = sum(answer.fits for answer in search.found.values())
     compiled = "; none of them was compiled" if search.options else ""
     if search.found:

@@ -10,6 +10,7 @@ import pytest
 import run_vit_training
 from launch import compute_engine
 from run_vit_training import check_mode_flags, read_flags
+from tests.support.usage_error import told_in_one_line
 from tools.compile_only import torchtpu
 from tools.plan.config import PlanConfig
 from tools.plan.plans import Request
@@ -142,6 +143,16 @@ def test_what_is_not_planned(capsys, tmp_path, monkeypatch):
         in (found["notes"])
     )
     assert not any("PyTorch/XLA" in note for note in found["notes"])
+
+
+def test_what_no_slice_can_train_is_refused(capsys, tmp_path, monkeypatch):
+    """In place of larger slices, which would not help."""
+    monkeypatch.setattr(torchtpu, "check_installed", lambda mode: None)
+    monkeypatch.chdir(tmp_path)
+    words = "--plan --backend torchtpu --plan_compilations 0 --tpu_topology v6e:2x2".split()
+    line = told_in_one_line(capsys, *words, "--model", VIT_L, "--zero_dp_strategy", "1")
+    assert line == "--fsdp simple does not support --zero_dp_strategy 1: use --fsdp fsdp2"
+    assert not list(tmp_path.iterdir())
 
 
 # -- the arithmetic ---------------------------------------------------------------------------
