@@ -94,9 +94,9 @@ _FORWARD_ALONE = RematCost(0, 0, False, 0, 0)
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a program of a step shards, where that depends on the implementation of FSDP and on the
-    version of libtpu that compiles it. Bytes are of a value."""
+class FsdpCost:
+    """What the program of a step holds and moves, where that depends on the implementation of FSDP
+    and on the version of libtpu that compiles it. Bytes are of a value."""
 
     residual_bytes: int | None = _FP32
     """Of a block's input, which is saved; None: as ``--precision``."""
@@ -120,8 +120,8 @@ class Form:
     """Whether kernels of attention have copies of their operands."""
 
 
-SPMD = Form()
-SIMPLE_FSDP = Form(
+SPMD = FsdpCost()
+SIMPLE_FSDP = FsdpCost(
     residual_bytes=None,
     has_shards_of_rows=True,
     keeps_gathered=True,
@@ -174,7 +174,7 @@ def estimate(
     mesh: Mesh,
     config: RunConfig,
     attention: str,
-    form: Form = SPMD,
+    fsdp: FsdpCost = SPMD,
 ) -> Estimate:
     """Return what a run of blocks in a step is expected to need on each device.
 
@@ -190,7 +190,7 @@ def estimate(
     has_kernels = attention in KERNELS  # which write no scores
     block_runs = passes * shape.depth
     over = mesh.fsdp * mesh.domain  # these devices share parameters
-    if form.has_shards_of_rows:
+    if fsdp.has_shards_of_rows:
         rows_held = sum(math.ceil(s[0] / over) * math.prod(s[1:]) for s in shape.block_shapes)
         held = rows_held / sum(map(math.prod, shape.block_shapes))
     else:
@@ -206,7 +206,7 @@ def estimate(
     )  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
-    input_bytes = rows * shape.width / tensor * (form.residual_bytes or value_bytes)
+    input_bytes = rows * shape.width / tensor * (fsdp.residual_bytes or value_bytes)
 
     # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
     queries, keys = round_up(tokens, SUBLANES), round_up(shape.tokens, unit)
@@ -268,15 +268,15 @@ def estimate(
     # number, but for those of one chip; weights and keys are gathered over the other devices by the
     # links that are left, which the devices of a chip share.
     received = (over - 1) / over
-    waits = chip.kind in form.waits_on
-    stays = form.keeps_gathered and shape.learns and config.sharding.grad_ckpt == "none"
+    waits = chip.kind in fsdp.waits_on
+    stays = fsdp.keeps_gathered and shape.learns and config.sharding.grad_ckpt == "none"
     layer_bytes = rows * shape.width * value_bytes
     gathered = (ahead + 1) * weights * value_bytes * received
     reduced = 0.0
     if shape.learns:
         if not stays:  # gathered again for the backward pass
             gathered += weights * value_bytes * received
-        reduced = weights * form.reduce_bytes * received
+        reduced = weights * fsdp.reduce_bytes * received
         matrices = [sides for sides in shape.block_shapes if len(sides) > 1]
         if waits and any(math.ceil(sides[0] / over) % SUBLANES for sides in matrices):
             reduced *= 2
@@ -291,8 +291,8 @@ def estimate(
         joined = (rounds + policy.recomputed) * 2 * layer_bytes * (tensor - 1) / tensor
         tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
         tensor_s = block_runs * (joined / tensor_bandwidth)
-    longer_s = max(0.0, gathering_s - form.hides * (products_s + traffic_s))
-    waiting_s = gathering_s if waits else form.waited_for * gathering_s + longer_s
+    longer_s = max(0.0, gathering_s - fsdp.hides * (products_s + traffic_s))
+    waiting_s = gathering_s if waits else fsdp.waited_for * gathering_s + longer_s
     between_slices = 0.0
     if shape.learns:
         between_slices = passes * 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
@@ -315,11 +315,11 @@ def estimate(
         saved += shape.depth * weights * value_bytes
     at_work = rows * ((2 + 6 / tensor) * shape.width + 3 * hidden) * value_bytes
     at_work += 3 * score_bytes
-    at_work += kernel_bytes if form.copies_operands else 0
+    at_work += kernel_bytes if fsdp.copies_operands else 0
     unsharded = 1.3 * weights * value_bytes
-    if form.reduces_whole_gradients and shape.learns:
-        unsharded += weights * form.reduce_bytes * (_LARGEST_MATRIX if waits else 1)
-    copies = value_bytes if form.has_shards_of_rows else 0
+    if fsdp.reduces_whole_gradients and shape.learns:
+        unsharded += weights * fsdp.reduce_bytes * (_LARGEST_MATRIX if waits else 1)
+    copies = value_bytes if fsdp.has_shards_of_rows else 0
     image_bytes = sequences * passes * shape.pixels / mesh.domain * _FP32
     return Estimate(
         held_bytes=state * (parameter_bytes + gradient_bytes + copies)

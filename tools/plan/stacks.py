@@ -11,7 +11,7 @@ from tools.compile_only import compiler, torchtpu
 from training.config import RunConfig
 from training.errors import UsageError
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.estimates import POLICIES, SIMPLE_FSDP, SPMD, Form
+from xla_fsdp.estimates import POLICIES, SIMPLE_FSDP, SPMD, FsdpCost
 from xla_fsdp.resolve_xla import resolve_for_slice
 from xla_fsdp.tpu import CHIPS, Topology, takes_newer_libtpu
 
@@ -44,7 +44,7 @@ class Stack(ABC):
 
     @property
     @abstractmethod
-    def form(self) -> Form:
+    def fsdp(self) -> FsdpCost:
         """What its program of a step moves and holds."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class PyTorchXla(Stack):
     program_of_launchers = (".venv/bin/python", "-u", PROGRAM)
 
     @property
-    def form(self) -> Form:
+    def fsdp(self) -> FsdpCost:
         return SPMD
 
     def check_installed(self) -> None:
@@ -117,7 +117,7 @@ class TorchTpu(Stack):
     launcher_flags = ("--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python")
 
     @property
-    def form(self) -> Form:
+    def fsdp(self) -> FsdpCost:
         return replace(SIMPLE_FSDP, reduce_bytes=2 if self.torch.reduce_dtype == "bf16" else 4)
 
     def check_installed(self) -> None:

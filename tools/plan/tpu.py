@@ -185,7 +185,7 @@ def computed_candidates(request: Request) -> list[ComputedCandidate]:
         ComputedCandidate(
             candidate,
             summed(
-                functools.partial(candidate.estimate, config=request.config, form=stack.form),
+                functools.partial(candidate.estimate, config=request.config, fsdp=stack.fsdp),
                 shapes,
             ),
             prices[candidate.kind].per_hour if candidate.kind in prices else 0.0,

@@ -20,7 +20,7 @@ from training.errors import UsageError
 from training.flags import by_field, flat
 from training.mesh import Mesh, replicas
 from training.step_sizes import StepSizes
-from xla_fsdp.estimates import POLICIES, SPMD, Estimate, Form, estimate
+from xla_fsdp.estimates import POLICIES, SPMD, Estimate, FsdpCost, estimate
 from xla_fsdp.tpu import CHIPS, Topology, parse_topology
 
 # -- candidates: slices, and the values of a few flags (``Stack.choices``) -------------------
@@ -75,10 +75,10 @@ class TpuCandidate:
             ),
         )
 
-    def estimate(self, shape: StepSizes, config: RunConfig, form: Form = SPMD) -> Estimate:
+    def estimate(self, shape: StepSizes, config: RunConfig, fsdp: FsdpCost = SPMD) -> Estimate:
         """Return what the arithmetic expects of it."""
         config = self.config(config)
-        return estimate(shape, self.topology.chip, self.mesh, config, self.attention, form)
+        return estimate(shape, self.topology.chip, self.mesh, config, self.attention, fsdp)
 
 
 def candidates(config: RunConfig, stack: Stack, chips_at_most: int) -> Iterator[TpuCandidate]:

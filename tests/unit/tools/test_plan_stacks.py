@@ -174,7 +174,7 @@ def test_the_arithmetic_is_near_the_compiler(row):
     slice_, model, reduce_dtype, step_ms, peak_gib = row
     request = asked(f"--model {model} --batch_size 1024 --reduce_dtype {reduce_dtype}")
     estimate = functools.partial(
-        on(slice_).estimate, config=request.config, form=request.stack.form
+        on(slice_).estimate, config=request.config, fsdp=request.stack.fsdp
     )
     found = summed(estimate, step_sizes(request.model))
     assert found.step_s * 1e3 == pytest.approx(step_ms, rel=0.1)
@@ -187,7 +187,7 @@ def test_weights_that_stay_gathered_are_counted():
     (shape,) = step_sizes(request.model)
     candidate = on("v5p:4x4x8", grad_ckpt="none")
     stays, again = (
-        candidate.estimate(shape, request.config, replace(request.stack.form, keeps_gathered=keeps))
+        candidate.estimate(shape, request.config, replace(request.stack.fsdp, keeps_gathered=keeps))
         for keeps in (True, False)
     )
     weights = 2 * shape.depth * shape.block_parameters

@@ -15,7 +15,7 @@ from xla_fsdp.tpu import CHIPS
 pytestmark = pytest.mark.fast
 
 
-def parameters_held(flags, mesh, form=SPMD):
+def parameters_held(flags, mesh, fsdp=SPMD):
     """Those of a device, as the bytes say that moments in bf16 save: 2 for each of two moments."""
     run = on_xla(f"--fake_data --batch_size 512 --grad_ckpt full --cpu_devices 1 {flags}")
     (shape,) = step_sizes(run.model)
@@ -23,7 +23,7 @@ def parameters_held(flags, mesh, form=SPMD):
     for dtype in ("fp32", "bf16"):
         optimizer = replace(run.config.optimizer, optimizer_dtype=dtype)
         config = replace(run.config, optimizer=optimizer)
-        held.append(estimate(shape, CHIPS["v6e"], mesh, config, "whole", form).held_bytes)
+        held.append(estimate(shape, CHIPS["v6e"], mesh, config, "whole", fsdp).held_bytes)
     return (held[0] - held[1]) / 4, shape
 
 
@@ -39,8 +39,8 @@ def parameters_held(flags, mesh, form=SPMD):
     ids=str,
 )
 def test_state_of_sizes_that_divide(mesh, shards):
-    for form in (SPMD, SIMPLE_FSDP):
-        held, shape = parameters_held("--model timm/vit_large_patch16_224", mesh, form)
+    for fsdp in (SPMD, SIMPLE_FSDP):
+        held, shape = parameters_held("--model timm/vit_large_patch16_224", mesh, fsdp)
         assert held == pytest.approx(shape.parameters / shards)
 
 
