@@ -16,6 +16,7 @@ is measured on this machine, and told beside the expected step.
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -80,13 +81,12 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
     name = slice_name(asked)
-    _check_installed()
+    check_installed("--compile_only")
     used = (torch_tpu_private, kernels_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
     topology = parse_topology(name, replicas(config.sharding))
-    if topology.generation == 4:
-        raise UsageError("--compile_only with --backend torchtpu does not support v4")
+    check_compiler(topology)
     run = resolve_for_slice(config, backend_config, topology)
     if run.mesh.dcn != topology.slices:
         raise UsageError(
@@ -118,6 +118,9 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             if needed is None:
                 raise UsageError(f"the step cannot be traced or compiled: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
+            if config.use.json:
+                figures = {"topology": topology.name, "fits": False, "peak_hbm_bytes": needed}
+                print(json.dumps(figures | {"expected_step_s": None}))
             return DOES_NOT_FIT
         COUNTED.update(recorded.kernels)
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
@@ -157,16 +160,22 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     return code
 
 
-def _check_installed() -> None:
-    """Raise UsageError if something is missing that this needs."""
+def check_installed(mode: str) -> None:
+    """Raise UsageError if something is missing that the flag ``mode`` needs to compile."""
     for package in ("torch_tpu", "libtpu"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(
-                f"--compile_only with --backend torchtpu requires the package {package}: python3 "
-                "-m pip install -r requirements-torchtpu.txt"
+                f"{mode} with --backend torchtpu requires the package {package}: python3 -m pip "
+                "install -r requirements-torchtpu.txt"
             )
     if shutil.which("cc") is None:
-        raise UsageError("--compile_only with --backend torchtpu requires a C compiler, cc")
+        raise UsageError(f"{mode} with --backend torchtpu requires a C compiler, cc")
+
+
+def check_compiler(topology: Topology) -> None:
+    """Raise UsageError if libtpu here compiles for no such slice."""
+    if topology.generation == 4:
+        raise UsageError(f"--backend torchtpu does not support --tpu_topology {topology.name}")
 
 
 def _links(run: TorchRun, topology: Topology) -> Links:

@@ -23,10 +23,10 @@ AROUND = (3 * PATCH**2 + 1 + TOKENS + 2) * WIDTH + (WIDTH + 1) * CLASSES
 FSDP2 = ("--fsdp", "fsdp2")
 
 
-def compiled(blocks: int, *flags: str) -> dict:
+def compiled(blocks: int, *flags: str, code: int = 0) -> dict:
     where = f"--backend torchtpu --compile_only --json --tpu_topology v6e:2x2 --num_blocks {blocks}"
     done = run_program("run_vit_training.py", *where.split(), *MODEL, *flags, warm=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == code, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
@@ -215,6 +215,15 @@ def test_processes_that_are_not_there(tmp_path):
     assert (report["devices"], report["graphs"]) == (8, 1)
     assert groups_in(tmp_path) == {"{{0,1,2,3,4,5,6,7}}"}
     assert report["state_bytes"] == pytest.approx(12 * (OF_A_BLOCK + AROUND) / 8, rel=0.01)
+
+
+@pytest.mark.long
+def test_a_step_that_does_not_fit():
+    """What is saved of 16,384 images of 256 tokens alone fills a device."""
+    words = "--tpu_topology v5e:1x1 --patch_size 4 --batch_size 16384"
+    found = compiled(2, *words.split(), code=3)
+    assert (found["fits"], found["expected_step_s"]) == (False, None)
+    assert found["peak_hbm_bytes"] > 15.75 * 2**30
 
 
 @pytest.mark.long
