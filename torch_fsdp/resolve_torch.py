@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from models.config import ModelError
+from models.rounding import BYTE_DTYPES
 from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
+from torch_fsdp.parallel_plan import (
+    DTYPES,
+    FsdpImplementation,
+    TimmBlocks,
+    TorchPlan,
+    TorchRun,
+)
 from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
@@ -189,6 +196,8 @@ def _resolve(
         compiler=device.compiler,
         dtype=DTYPES[precision],
         reduce_dtype=DTYPES[reduce_dtype],
+        matmul=BYTE_DTYPES.get(sharding.matmul),
+        gather_dtype=BYTE_DTYPES.get(sharding.gather_dtype),
         products=products if blocks.fp8 == "none" else "fp8",
     )
     run = TorchRun(config, backend_config, model, mesh, plan)
@@ -281,6 +290,11 @@ def _check_simple(
     for what, is_on in refused.items():
         if is_on:
             raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+    if config.sharding.gather_dtype != "auto" and backend_config.zero_dp_strategy == 0:
+        raise UsageError(
+            f"--gather_dtype {config.sharding.gather_dtype} is incompatible with "
+            "--zero_dp_strategy 0, which gathers nothing: drop one of the two"
+        )
 
 
 SIMPLE = FsdpImplementation(

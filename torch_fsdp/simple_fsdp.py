@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
@@ -36,6 +37,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.torch_backend import TorchBackend
@@ -58,8 +60,12 @@ class Layout:
     group: str
     """The name of the group of processes that have a shard each."""
     dtype: torch.dtype
-    """The dtype in which the parameter is gathered."""
+    """The dtype in which the parameter is used, and gathered if it is not ``rounded``."""
     reduce_dtype: torch.dtype
+    rounded: torch.dtype | None = None
+    """Int8 or fp8, in which each process rounds its shard before it is gathered."""
+    multiplied: bool = False
+    """Whether a product is computed with what is ``rounded``."""
 
     @classmethod
     def of(
@@ -73,6 +79,11 @@ class Layout:
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
         return replace(self, shape=torch.Size([count, *self.shape]), dim=self.dim + 1)
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype in which a shard waits to be gathered."""
+        return torch.float32 if self.rounded else self.dtype
 
     @property
     def chunk(self) -> int:
@@ -94,21 +105,34 @@ class Layout:
         shard.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, start, size))
         return shard
 
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter, or factors of it, in the dtype of the shard."""
+        values = shard.view(torch.int8) if shard.itemsize == 1 else shard  # gloo has no fp8
+        gathered = _c10d.all_gather_into_tensor(values.unsqueeze(0), self.shards, self.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, 0, self.shape[self.dim]).view(shard.dtype)
+
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter; reduces its gradient to the mean over the shards' processes."""
+    """Gathers a parameter, with its numbers and factors if products are computed with them; reduces
+    its gradient to the mean over the shards' processes."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
-        shard = shard.to(layout.dtype).unsqueeze(0)
-        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
-        whole = whole.flatten(layout.dim, layout.dim + 1)
-        return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
+        ctx.set_materialize_grads(False)
+        if layout.rounded is None:
+            return (layout.gather(shard.to(layout.dtype)),)
+        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
+        rounded = [layout.gather(x) for x in round_to_bytes(shard, layout.rounded, along)]
+        whole = from_bytes(*rounded, layout.dtype)
+        if not layout.multiplied:
+            return (whole,)
+        ctx.mark_non_differentiable(*rounded)
+        return whole, *rounded
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
         layout = ctx.layout
         grad = grad.to(layout.reduce_dtype)
         padding = layout.chunk * layout.shards - grad.shape[layout.dim]
@@ -163,8 +187,9 @@ class Unit:
 
     def _gathered(self, shards: Sequence[Any]) -> list[Any]:
         return [
-            Gather.apply(shard, layout)
+            values
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
+            for values in Gather.apply(shard, layout)
         ]
 
     def _compute_with(
@@ -184,15 +209,19 @@ class Unit:
 
     @contextlib.contextmanager
     def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the modules compute with the ``whole`` parameters inside."""
-        shards = self._shards()
-        for (module, key, _), values in zip(self.slots, whole, strict=True):
-            module._parameters[key] = values  # type: ignore[assignment]
+        """Let the modules compute inside with ``whole`` parameters, as ``Gather`` gives them."""
+        entries: list[tuple[dict[str, Any], str]] = []
+        for module, key, layout in self.slots:
+            entries.append((module._parameters, key))
+            entries += [(module._buffers, name) for name in ROUNDED if layout.multiplied]
+        outside = [tensors[key] for tensors, key in entries]
+        for (tensors, key), values in zip(entries, whole, strict=True):
+            tensors[key] = values
         try:
             yield
         finally:
-            for (module, key, _), shard in zip(self.slots, shards, strict=True):
-                module._parameters[key] = shard
+            for (tensors, key), values in zip(entries, outside, strict=True):
+                tensors[key] = values
 
     def recompute(self, mode: str, *, keeps_gathered: bool) -> Callable[..., Any]:
         """Return a function that recomputes activations in the backward pass, and gathers
@@ -309,14 +338,15 @@ class ScannedBlocks(nn.ModuleList):
             zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
         ):
             if _is_gathered_once(layout):
-                shards = Gather.apply(torch.stack(shards), layout.of_several(len(shards))).unbind()
+                (whole,) = Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
+                shards = whole.unbind()
             columns.append(shards)
         rows = [
             [*(values[index] for values in of_each), *(column[index] for column in columns)]
             for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.dtype for layout in layouts]
+        dtypes = [values.dtype for values in of_each] + [layout.held for layout in layouts]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -325,8 +355,9 @@ class ScannedBlocks(nn.ModuleList):
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
             whole = [
-                values if _is_gathered_once(layout) else Gather.apply(values, layout)
-                for values, layout in zip(given, layouts, strict=True)
+                values
+                for held, layout in zip(given, layouts, strict=True)
+                for values in ([held] if _is_gathered_once(layout) else Gather.apply(held, layout))
             ]
             try:
                 return last._compute_with(whole, begin, (x,), kwargs)
@@ -392,11 +423,13 @@ class SimpleFsdpBackend(TorchBackend):
 
         choose_mask(model, plan.attention)
 
-        # Each block: weights, attention, shards, recomputation.
+        # Each block: weights, attention, products, shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
             use_attention(block, plan.attention)
+            if plan.matmul:
+                multiply_rounded(block)
             cast_buffers(block, plan.dtype)
             unit = blocks[name] = self._unit(block, number, layouts)
             if self._graphs and self._device.compiles_all:
@@ -406,6 +439,8 @@ class SimpleFsdpBackend(TorchBackend):
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
         if self._graphs:
             self._form += f", {self._scan_blocks(model, blocks)}"
+        self._form += ", weights gathered in fp8" if plan.gather_dtype else ""
+        self._form += f", linear layers in {self._sharding.matmul}" if plan.matmul else ""
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -452,6 +487,10 @@ class SimpleFsdpBackend(TorchBackend):
                     continue
                 if whole not in shards:
                     layout = Layout.of(whole.shape, self._mesh, plan.dtype, plan.reduce_dtype)
+                    if number and whole.dim() > 1:
+                        multiplied = plan.matmul is not None and type(part) is nn.Linear
+                        rounded = plan.matmul if multiplied else plan.gather_dtype
+                        layout = replace(layout, rounded=rounded, multiplied=multiplied)
                     shard = layout.shard(whole.detach(), self.shards[0]).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout
