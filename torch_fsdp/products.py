@@ -19,8 +19,6 @@ ROUNDED = ("numbers", "factors")
 there while its block computes, as its gathered weight is."""
 
 _SUMS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
-_TYPES = {torch.int8: ("i8", "i32"), torch.float8_e4m3fn: ("f8E4M3FN", "f32")}
-"""Of numbers and of their sums, in StableHLO."""
 
 
 def multiply_rounded(block: nn.Module) -> None:
@@ -67,13 +65,13 @@ def multiply_bytes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.device.type == "cpu":
         return x.to(sums) @ weight.to(sums).t()
     shape = [*x.shape[:-1], weight.shape[0]]
-    number, total = _TYPES[x.dtype]
-    given = f"{_tensor(x.shape, number)}, {_tensor(weight.shape, number)}"
+    left, right = (torch_tpu_private.tensor_type(each.shape, each.dtype) for each in (x, weight))
+    result = torch_tpu_private.tensor_type(shape, sums)
     module = f"""
-        func.func @main(%x: {given.replace(", ", ", %weight: ")}) -> {_tensor(shape, total)} {{
+        func.func @main(%x: {left}, %weight: {right}) -> {result} {{
           %y = stablehlo.dot_general %x, %weight, contracting_dims = [{x.dim() - 1}] x [1]
-            : ({given}) -> {_tensor(shape, total)}
-          return %y : {_tensor(shape, total)}
+            : ({left}, {right}) -> {result}
+          return %y : {result}
         }}
     """
     return torch_tpu_private.call_kernel(module, [x, weight], [(shape, sums)])[0]
@@ -82,7 +80,3 @@ def multiply_bytes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @multiply_bytes.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=_SUMS[x.dtype])
-
-
-def _tensor(shape: Any, number: str) -> str:
-    return f"tensor<{'x'.join(map(str, shape))}x{number}>"

@@ -94,9 +94,9 @@ def _resolve(
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
-    if sharding.grad_ckpt == "offload":
+    if sharding.grad_ckpt == "offload" and implementation is not SIMPLE:
         raise UsageError(
-            f"--grad_ckpt offload requires --backend xla, not {backend}: use --grad_ckpt full"
+            "--grad_ckpt offload requires --backend xla or --fsdp simple: use --grad_ckpt full"
         )
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
@@ -176,6 +176,8 @@ def _resolve(
     compiled: Literal["none", "block", "around attention", "step"] = "none"
     if backend_config.compile:
         compiled = "around attention" if mesh.domain > 1 else implementation.compiles
+    if sharding.grad_ckpt == "offload":
+        _check_offload(compiled, zero, model)
     products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
         implementation=implementation,
@@ -294,6 +296,20 @@ def _check_simple(
         raise UsageError(
             f"--gather_dtype {config.sharding.gather_dtype} is incompatible with "
             "--zero_dp_strategy 0, which gathers nothing: drop one of the two"
+        )
+
+
+def _check_offload(compiled: str, zero: int, model: ModelSpec) -> None:
+    """Raise UsageError if blocks are not one loop, whose inputs can be in the host's memory."""
+    why = model.why_blocks_differ()
+    if compiled != "step":
+        why = "--no-compile"
+    elif zero == 2:
+        why = "--zero_dp_strategy 2"
+    if why:
+        raise UsageError(
+            f"--grad_ckpt offload requires blocks as one loop, which this run does not have ({why})"
+            ": use --grad_ckpt full"
         )
 
 

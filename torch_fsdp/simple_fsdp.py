@@ -299,9 +299,12 @@ class ScannedBlocks(nn.ModuleList):
     """Blocks that are alike, called once for all: in a traced step as one loop forward and one
     backward, which computes each block again from its input."""
 
-    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device, *, offloads: bool
+    ) -> None:
+        """``offloads``: keep the blocks' inputs in the host's memory."""
         super().__init__(blocks)
-        self._units, self._device = units, device
+        self._units, self._device, self._offloads = units, device, offloads
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
         """Those of the last block, as which all are computed."""
@@ -369,6 +372,7 @@ class ScannedBlocks(nn.ModuleList):
             compute,
             dtypes,
             self._device,
+            self._offloads,
             x.to(first.dtype),
             *itertools.chain(*rows),
         )
@@ -456,7 +460,7 @@ class SimpleFsdpBackend(TorchBackend):
         computed, for the line that describes a run."""
         spec, plan = self._run.model, self._plan
         why = spec.why_blocks_differ()
-        if plan.grad_ckpt != "full":
+        if plan.grad_ckpt not in ("full", "offload"):
             why = f"--grad_ckpt {plan.grad_ckpt}"
         elif plan.zero == 2:
             why = "--zero_dp_strategy 2"
@@ -465,7 +469,9 @@ class SimpleFsdpBackend(TorchBackend):
         for stack in spec.stacks:
             blocks = list(getattr(model, stack))
             of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
-            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+            offloads = plan.grad_ckpt == "offload"
+            scanned = ScannedBlocks(blocks, of_stack, self._device, offloads=offloads)
+            spec.put_blocks(model, stack, scanned)
         return "blocks as one loop"
 
     def _unit(

@@ -174,7 +174,8 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, such as that of one
+    TPU kernel; a graph takes it in.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -188,6 +189,41 @@ def call_kernel(
         tpu_torch_pallas.register_custom_kernel(name, key, serialized_mlir_module=artifact)
     shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results]
     return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
+
+
+_MLIR_TYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8E4M3FN",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what StableHLO calls tensors of this shape and dtype."""
+    return f"tensor<{'x'.join([*map(str, shape), _MLIR_TYPES[dtype]])}>"
+
+
+@torch.library.custom_op("vit::moved_to", mutates_args=())
+def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the memory "pinned_host" or "device", in a graph."""
+    tensor = tensor_type(x.shape, x.dtype)
+    # Without a side effect: torch_tpu 0.2.0 gives it no sharding, which libtpu would then require.
+    module = f"""
+        func.func @main(%x: {tensor}) -> {tensor} {{
+          %y = stablehlo.custom_call @annotate_device_placement(%x) {{
+            mhlo.frontend_attributes = {{_xla_buffer_placement = "{memory}"}}
+          }} : ({tensor}) -> {tensor}
+          return %y : {tensor}
+        }}
+    """
+    return call_kernel(module, [x], [(x.shape, x.dtype)])[0]
+
+
+@moved_to.register_fake
+def _(memory: str, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 class AbsentRanks(dist.Store):
