@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -128,6 +128,10 @@ class Device:
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors, in a graph in a way that its compiler does not see through."""
         return tensors
+
+    def moved_to(self, memory: Literal["pinned_host", "device"], x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in the host's memory or back on the device, in a graph."""
+        return x
 
     def scan(
         self,
@@ -366,6 +370,9 @@ class Tpu(Device):
 
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return torch_tpu_private.barrier(tensors)
+
+    def moved_to(self, memory: Literal["pinned_host", "device"], x: torch.Tensor) -> torch.Tensor:
+        return torch_tpu_private.moved_to(memory, x)
 
     def scan(
         self,

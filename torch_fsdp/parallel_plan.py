@@ -132,6 +132,11 @@ class TorchPlan:
     """The dtype of weights and activations in products."""
     reduce_dtype: torch.dtype
     """The dtype in which gradients are reduced."""
+    matmul: torch.dtype | None
+    """Int8 or fp8, in which the blocks' linear layers multiply in the forward pass; None: in
+    ``dtype``."""
+    gather_dtype: torch.dtype | None
+    """Fp8, in which the blocks' matrices are gathered; None: in ``dtype``, or ``matmul``."""
     products: str
     """What the blocks' matrix products compute in, as ``Device.peak_flops`` names it."""
 

@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from models.config import ModelError
+from models.rounding import BYTE_DTYPES
 from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
+from torch_fsdp.parallel_plan import (
+    DTYPES,
+    FsdpImplementation,
+    TimmBlocks,
+    TorchPlan,
+    TorchRun,
+)
 from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
@@ -100,9 +107,9 @@ def _resolve(
     if slices:
         sharding = on_slices(sharding, slices)
         config = replace(config, sharding=sharding)
-    if sharding.grad_ckpt == "offload":
+    if sharding.grad_ckpt == "offload" and implementation is not SIMPLE:
         raise UsageError(
-            f"--grad_ckpt offload requires --backend xla, not {backend}: use --grad_ckpt full"
+            "--grad_ckpt offload requires --backend xla or --fsdp simple: use --grad_ckpt full"
         )
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
@@ -185,6 +192,8 @@ def _resolve(
         compiled = implementation.compiles
         if mesh.domain > 1 and compiled == "block":
             compiled = "around attention"
+    if sharding.grad_ckpt == "offload":
+        _check_offload(compiled, zero, model)
     products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
         implementation=implementation,
@@ -205,6 +214,8 @@ def _resolve(
         compiler=device.compiler,
         dtype=DTYPES[precision],
         reduce_dtype=DTYPES[reduce_dtype],
+        matmul=BYTE_DTYPES.get(sharding.matmul),
+        gather_dtype=BYTE_DTYPES.get(sharding.gather_dtype),
         products=products if blocks.fp8 == "none" else "fp8",
     )
     run = TorchRun(config, backend_config, model, mesh, plan)
@@ -302,6 +313,7 @@ def _check_simple(
     not_together = {
         f"--mesh_domain {sharding.mesh_domain}": sharding.mesh_domain > 1,
         f"--zero_dp_strategy {zero}": zero == 0,
+        f"--matmul {sharding.matmul}": sharding.matmul != "precision",
     }
     for what, is_on in not_together.items():
         if sharding.mesh_tensor > 1 and is_on:
@@ -309,6 +321,25 @@ def _check_simple(
                 f"--mesh_tensor {sharding.mesh_tensor} with --fsdp simple is incompatible with "
                 f"{what}: drop one of the two"
             )
+    if sharding.gather_dtype != "auto" and zero == 0:
+        raise UsageError(
+            f"--gather_dtype {sharding.gather_dtype} is incompatible with --zero_dp_strategy 0, "
+            "which gathers nothing: drop one of the two"
+        )
+
+
+def _check_offload(compiled: str, zero: int, model: ModelSpec) -> None:
+    """Raise UsageError if blocks are not one loop, whose inputs can be in the host's memory."""
+    why = model.why_blocks_differ()
+    if compiled != "step":
+        why = "--no-compile"
+    elif zero == 2:
+        why = "--zero_dp_strategy 2"
+    if why:
+        raise UsageError(
+            f"--grad_ckpt offload requires blocks as one loop, which this run does not have ({why})"
+            ": use --grad_ckpt full"
+        )
 
 
 SIMPLE = FsdpImplementation(

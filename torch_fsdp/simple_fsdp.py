@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
 from models.positions import PartOfPositions
+from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
@@ -39,6 +40,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
@@ -62,12 +64,16 @@ class Layout:
     group: str
     """The name of the group of processes that have a shard each."""
     dtype: torch.dtype
-    """The dtype in which the parameter is gathered."""
+    """The dtype in which the parameter is used, and gathered if it is not ``rounded``."""
     reduce_dtype: torch.dtype
     processes: int
     """How many of a replica there are, whose gradients are averaged."""
     part: Part | None = None
     """With tensor parallelism: the part of the parameter that the group's processes shard."""
+    rounded: torch.dtype | None = None
+    """Int8 or fp8, in which each process rounds its shard before it is gathered."""
+    multiplied: bool = False
+    """Whether a product is computed with what is ``rounded``."""
 
     @classmethod
     def of(
@@ -88,6 +94,11 @@ class Layout:
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
         return replace(self, shape=torch.Size([count, *self.shape]), dim=self.dim + 1)
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype in which a shard waits to be gathered."""
+        return torch.float32 if self.rounded else self.dtype
 
     @property
     def chunk(self) -> int:
@@ -111,21 +122,34 @@ class Layout:
         shard.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, start, size))
         return shard
 
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter, or factors of it, in the dtype of the shard."""
+        values = shard.view(torch.int8) if shard.itemsize == 1 else shard  # gloo has no fp8
+        gathered = _c10d.all_gather_into_tensor(values.unsqueeze(0), self.shards, self.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, 0, self.shape[self.dim]).view(shard.dtype)
+
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter, or its part; reduces its gradient to the mean over the processes."""
+    """Gathers a parameter, or its part, with its numbers and factors if products are computed with
+    them; reduces its gradient to the mean over the processes."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
-        shard = shard.to(layout.dtype).unsqueeze(0)
-        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
-        whole = whole.flatten(layout.dim, layout.dim + 1)
-        return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
+        ctx.set_materialize_grads(False)
+        if layout.rounded is None:
+            return (layout.gather(shard.to(layout.dtype)),)
+        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
+        rounded = [layout.gather(x) for x in round_to_bytes(shard, layout.rounded, along)]
+        whole = from_bytes(*rounded, layout.dtype)
+        if not layout.multiplied:
+            return (whole,)
+        ctx.mark_non_differentiable(*rounded)
+        return whole, *rounded
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
         layout = ctx.layout
         grad = grad.to(layout.reduce_dtype)
         padding = layout.chunk * layout.shards - grad.shape[layout.dim]
@@ -180,8 +204,9 @@ class Unit:
 
     def _gathered(self, shards: Sequence[Any]) -> list[Any]:
         return [
-            Gather.apply(shard, layout)
+            values
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
+            for values in Gather.apply(shard, layout)
         ]
 
     def _compute_with(
@@ -201,15 +226,19 @@ class Unit:
 
     @contextlib.contextmanager
     def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the modules compute with the ``whole`` parameters inside."""
-        shards = self._shards()
-        for (module, key, _), values in zip(self.slots, whole, strict=True):
-            module._parameters[key] = values  # type: ignore[assignment]
+        """Let the modules compute inside with ``whole`` parameters, as ``Gather`` gives them."""
+        entries: list[tuple[dict[str, Any], str]] = []
+        for module, key, layout in self.slots:
+            entries.append((module._parameters, key))
+            entries += [(module._buffers, name) for name in ROUNDED if layout.multiplied]
+        outside = [tensors[key] for tensors, key in entries]
+        for (tensors, key), values in zip(entries, whole, strict=True):
+            tensors[key] = values
         try:
             yield
         finally:
-            for (module, key, _), shard in zip(self.slots, shards, strict=True):
-                module._parameters[key] = shard
+            for (tensors, key), values in zip(entries, outside, strict=True):
+                tensors[key] = values
 
     def recompute(self, mode: str, *, keeps_gathered: bool) -> Callable[..., Any]:
         """Return a function that recomputes activations in the backward pass, and gathers
@@ -287,9 +316,12 @@ class ScannedBlocks(nn.ModuleList):
     """Blocks that are alike, called once for all: in a traced step as one loop forward and one
     backward, which computes each block again from its input."""
 
-    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device, *, offloads: bool
+    ) -> None:
+        """``offloads``: keep the blocks' inputs in the host's memory."""
         super().__init__(blocks)
-        self._units, self._device = units, device
+        self._units, self._device, self._offloads = units, device, offloads
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
         """Those of the last block, as which all are computed."""
@@ -326,14 +358,15 @@ class ScannedBlocks(nn.ModuleList):
             zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
         ):
             if _is_gathered_once(layout):
-                shards = Gather.apply(torch.stack(shards), layout.of_several(len(shards))).unbind()
+                (whole,) = Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
+                shards = whole.unbind()
             columns.append(shards)
         rows = [
             [*(values[index] for values in of_each), *(column[index] for column in columns)]
             for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.dtype for layout in layouts]
+        dtypes = [values.dtype for values in of_each] + [layout.held for layout in layouts]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -342,8 +375,9 @@ class ScannedBlocks(nn.ModuleList):
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
             whole = [
-                values if _is_gathered_once(layout) else Gather.apply(values, layout)
-                for values, layout in zip(given, layouts, strict=True)
+                values
+                for held, layout in zip(given, layouts, strict=True)
+                for values in ([held] if _is_gathered_once(layout) else Gather.apply(held, layout))
             ]
             try:
                 return last._compute_with(whole, begin, (x,), kwargs)
@@ -355,6 +389,7 @@ class ScannedBlocks(nn.ModuleList):
             compute,
             dtypes,
             self._device,
+            self._offloads,
             x.to(first.dtype),
             *itertools.chain(*rows),
         )
@@ -417,12 +452,15 @@ class SimpleFsdpBackend(TorchBackend):
         if self._domain:
             attend_over_processes(model, plan, self._domain)
 
-        # Each block: weights, attention, part of heads and columns, shards, recomputation.
+        # Each block: weights, attention, products, part of heads and columns,
+        # shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
             if not self._domain:
                 use_attention(block, plan.attention)
+            if plan.matmul:
+                multiply_rounded(block)
             cast_buffers(block, plan.dtype)
             parts: Mapping[nn.Parameter, Part] = {}
             if self._tensor:
@@ -441,6 +479,8 @@ class SimpleFsdpBackend(TorchBackend):
             stacked: Any = model.get_submodule(stack)
             is_one = isinstance(stacked, ScannedBlocks)
             of_stack.divide(*(stacked, stacked) if is_one else (stacked[0], stacked[-1]))
+        self._form += ", weights gathered in fp8" if plan.gather_dtype else ""
+        self._form += f", linear layers in {self._sharding.matmul}" if plan.matmul else ""
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
@@ -464,7 +504,7 @@ class SimpleFsdpBackend(TorchBackend):
         computed, for the line that describes a run."""
         spec, plan = self._run.model, self._plan
         why = spec.why_blocks_differ()
-        if plan.grad_ckpt != "full":
+        if plan.grad_ckpt not in ("full", "offload"):
             why = f"--grad_ckpt {plan.grad_ckpt}"
         elif plan.zero == 2:
             why = "--zero_dp_strategy 2"
@@ -473,7 +513,9 @@ class SimpleFsdpBackend(TorchBackend):
         for stack in spec.stacks:
             blocks = list(getattr(model, stack))
             of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
-            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+            offloads = plan.grad_ckpt == "offload"
+            scanned = ScannedBlocks(blocks, of_stack, self._device, offloads=offloads)
+            spec.put_blocks(model, stack, scanned)
         return "blocks as one loop"
 
     def _unit(
@@ -503,6 +545,10 @@ class SimpleFsdpBackend(TorchBackend):
                     layout = Layout.of(
                         whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
                     )
+                    if number and whole.dim() > 1:
+                        multiplied = plan.matmul is not None and type(part) is nn.Linear
+                        rounded = plan.matmul if multiplied else plan.gather_dtype
+                        layout = replace(layout, rounded=rounded, multiplied=multiplied)
                     shard = layout.shard(whole.detach(), group.rank()).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout

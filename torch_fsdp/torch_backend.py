@@ -417,7 +417,8 @@ class TorchBackend(abc.ABC):
             distances.append(torch.finfo(torch.float16).eps)  # TF32 has as many mantissa bits
         if self._rounds_moments:  # stochastic rounding is off by up to a whole unit
             distances.append(2 * torch.finfo(torch.bfloat16).eps)
-        if self._plan.blocks.fp8 != "none":
+        in_bytes = (self._plan.matmul, self._plan.gather_dtype)
+        if self._plan.blocks.fp8 != "none" or torch.float8_e4m3fn in in_bytes:
             distances.append(torch.finfo(torch.float8_e4m3fn).eps)
         return max(distances) / 2
 

@@ -246,7 +246,8 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module, as of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, such as that of one
+    TPU kernel; a graph takes it in.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -266,8 +267,7 @@ def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> tor
     """Send ``x`` from the first to the second rank of each pair; for graphs that have other
     collectives too. torch_tpu 0.2.0 knows no such operation, and compiles a graph without any that
     it knows for one device."""
-    kind = {torch.bfloat16: "bf16", torch.float32: "f32"}[x.dtype]
-    array = f"tensor<{''.join(f'{size}x' for size in x.shape)}{kind}>"
+    array = tensor_type(x.shape, x.dtype)
     listed = ", ".join(map(str, map(list, pairs)))
     module = f"""module {{
   func.func public @main(%x: {array}) -> {array} {{
@@ -280,6 +280,41 @@ def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> tor
 }}"""
     (received,) = call_kernel(module, [x], [(x.shape, x.dtype)])
     return received
+
+
+_MLIR_TYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8E4M3FN",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what StableHLO calls tensors of this shape and dtype."""
+    return f"tensor<{'x'.join([*map(str, shape), _MLIR_TYPES[dtype]])}>"
+
+
+@torch.library.custom_op("vit::moved_to", mutates_args=())
+def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the memory "pinned_host" or "device", in a graph."""
+    tensor = tensor_type(x.shape, x.dtype)
+    # Without a side effect: torch_tpu 0.2.0 gives it no sharding, which libtpu would then require.
+    module = f"""
+        func.func @main(%x: {tensor}) -> {tensor} {{
+          %y = stablehlo.custom_call @annotate_device_placement(%x) {{
+            mhlo.frontend_attributes = {{_xla_buffer_placement = "{memory}"}}
+          }} : ({tensor}) -> {tensor}
+          return %y : {tensor}
+        }}
+    """
+    return call_kernel(module, [x], [(x.shape, x.dtype)])[0]
+
+
+@moved_to.register_fake
+def _(memory: str, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 class AbsentRanks(dist.Store):

@@ -485,6 +485,23 @@ class ShardingConfig:
         "on a TPU)",
         requires=("backend=xla|backend=torchtpu",),
     )
+    matmul: Literal["precision", "int8", "fp8"] = flag(
+        "precision",
+        "dtype of the forward matrix products of the blocks' linear layers on TPUs, for which "
+        "weights are gathered in it; precision: same as --precision; int8: one scale per row of "
+        "weights and activations, twice the matrix throughput of bf16 on v5e and v6e; fp8: the "
+        "same in e4m3 on TPU7x (TorchTPU); with TorchTPU: requires --fsdp simple (int8 and fp8 are "
+        "experimental: not yet run on a TPU)",
+        requires=("precision=bf16", "xla_fsdp=spmd|fsdp=simple"),
+    )
+    gather_dtype: Literal["auto", "fp8"] = flag(
+        "auto",
+        "dtype in which the matrices of blocks are gathered on TPUs; auto: same as --precision; "
+        "fp8: e4m3 with one scale per row, half the bytes of bf16; gradients are not in fp8; with "
+        "TorchTPU: requires --fsdp simple (fp8 is experimental: not yet run on a TPU)",
+        requires=("xla_fsdp=spmd|fsdp=simple",),
+        incompatible_with=("run_without_fsdp", "matmul"),
+    )
     mesh_tensor: int = flag(
         1,
         "number of devices that the attention heads and MLP columns of each block are sharded "

@@ -404,7 +404,8 @@ class XlaBackend(Backend):
         # A TPU computes fp32 products in bf16, too.
         lower = self._sharding.precision == "bf16" or self._device_type == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._xla.gather_dtype == "fp8" else []
+        if self._sharding.gather_dtype == "fp8":
+            used.append(torch.finfo(torch.float8_e4m3fn).eps)
         # Stochastic rounding is off by up to a whole unit.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2

@@ -247,3 +247,30 @@ def test_all_processes_trace_the_same_graph(flags):
             graph, _ = traced(*flags.split(), "--mlp_dropout", "0.1")
             codes.add(code_of(graph))
     assert len(codes) == 1
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--matmul int8", "--matmul fp8 --grad_ckpt none", "--gather_dtype fp8"]
+)
+def test_bytes_of_gathered_matrices(flags):
+    """A byte a number, and a factor of four for each row, in place of two bytes a number; gradients
+    are reduced as without the flag."""
+    with fake_processes(PROCESSES):
+        graph, shapes = traced("--precision", "bf16", *flags.split())
+    found, is_flag_set = Counter(), bool(flags)
+    for node, times in nodes_that_run(graph):
+        kind = getattr(node.target, "__name__", "").partition(".")[0]
+        if kind == "all_gather_into_tensor":
+            found[kind] += times * node.meta["val"].nbytes
+        elif kind == "reduce_scatter_tensor":
+            assert node.args[0].meta["val"].dtype == torch.float32
+            found[kind] += times * node.args[0].meta["val"].numel()
+    expected = 0
+    for name, shape in shapes.items():
+        in_block, rows = name.startswith("blocks."), padded(torch.Size((shape[0], 1)))
+        recomputed = in_block and len(shape) > 1 and "none" not in flags
+        is_rounded = in_block and len(shape) > 1 and is_flag_set
+        size = padded(shape) + 4 * rows if is_rounded else 2 * padded(shape)
+        expected += size * (2 if recomputed else 1)
+    assert found["all_gather_into_tensor"] == expected
+    assert found["reduce_scatter_tensor"] == sum(map(padded, shapes.values()))
