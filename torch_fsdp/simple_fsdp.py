@@ -10,6 +10,7 @@ the device's compiler schedules collectives beside products. Blocks that are ali
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -334,13 +335,10 @@ class ScannedBlocks(nn.ModuleList):
                 for module in self._drop_paths:
                     module.keep = None
 
-        return ScanWithRecomputation.apply(
-            compute,
-            dtypes,
-            self._device,
-            x.to(first.dtype),
-            *itertools.chain(*rows),
-        )
+        tensors = [x.to(first.dtype), *itertools.chain(*rows)]
+        if not torch.is_grad_enabled():  # else the function would save what a backward pass needs
+            tensors = [values.detach() for values in tensors]
+        return ScanWithRecomputation.apply(compute, dtypes, self._device, *tensors)
 
 
 def _is_gathered_once(layout: Layout) -> bool:
@@ -370,11 +368,14 @@ class SimpleFsdpBackend(TorchBackend):
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
+        self._evaluations: StepGraphs | None = None
+        self._evaluated: Callable[[], Any] = lambda: None
+        """What ``_evaluations`` are graphs of, as long as it exists."""
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
         if self._plan.compile == "step":
-            self._graphs = StepGraphs(device)
+            self._graphs, self._evaluations = StepGraphs(device), StepGraphs(device)
             self._form += ", one graph per step"
 
     # -- model ------------------------------------------------------------------------
@@ -505,6 +506,14 @@ class SimpleFsdpBackend(TorchBackend):
         values, counts = self._graphs.run(step, tensors, key=tuple(rates))
         self._skipped, self.epoch_loss = counts
         return values
+
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._evaluations is None:
+            return compute(inputs)
+        if compute is not self._evaluated():  # it may use other tensors
+            self._evaluations.forget()
+            self._evaluated = weakref.ref(compute)
+        return self._evaluations.run(compute, inputs)
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         if StatelessRandom.of_trace:
