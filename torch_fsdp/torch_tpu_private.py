@@ -192,7 +192,7 @@ def named_loops(file_of: Callable[[Sequence[str]], str | None]) -> Iterator[None
 def _stack(location: str, definitions: Mapping[str, str]) -> list[str]:
     """Return the names in a location of MLIR: its operation, then functions and files of its stack,
     the innermost first."""
-    names = []
+    names: list[str] = []
     for name, other in re.findall(r'"([^"]*)"|(#loc\d+)', location):
         names += [name] if name else _stack(definitions.get(other, ""), definitions)
     return names

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.batch import PADDING, Batch
+from data.batch import Batch
 from data.loader import BatchLoader, prefetch
 from training.backend import Backend, Tensors
 from training.logs.records import Evaluation
-from training.objectives.base import OF_IMAGES, Measure
+from training.objectives.base import OF_IMAGES, Measure, without_padding
 
 _AHEAD = 8
 """How many batches the host may be ahead of the devices; enough that they never wait."""
@@ -55,9 +55,7 @@ def evaluate(
         values, of_images = pending.popleft()
         arrived = values.result()
         if of_images is not None:
-            found = of_images.result()
-            is_image = found["index"] != PADDING
-            arrived[OF_IMAGES] = {name: each[is_image].numpy() for name, each in found.items()}
+            arrived[OF_IMAGES] = without_padding(of_images.result())
         measure.add(arrived)
 
     with contextlib.closing(prefetch(source, put, loader.prefetch_depth)) as ready:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -117,6 +118,12 @@ class Measure(abc.ABC):
     @abc.abstractmethod
     def result(self) -> Evaluation:
         """Return what was measured over all batches."""
+
+
+def without_padding(of_images: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return values of images, which are on the host, as ``Measure.add`` takes them."""
+    is_image = of_images["index"] != PADDING
+    return {name: value[is_image].numpy() for name, value in of_images.items()}
 
 
 class MeanLoss(Measure):

@@ -306,7 +306,7 @@ class Accuracy(Measure):
         )
         by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
         counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
-        values = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
+        values: dict[str, Any] = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
         if self.keeps_predictions:
             probabilities = Classification.probabilities(logits)
             of_label = (probabilities * is_label).sum(dim=-1)
