@@ -33,7 +33,6 @@ from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
     TorchRun,
-    compiled,
     selective_contexts,
     sharded_dim,
 )
@@ -137,8 +136,6 @@ class Unit:
     number: int
     forward: Callable[..., Any]
     """Of the plain module."""
-    untraced: Callable[..., Any]
-    """The same where no whole step is traced, such as in evaluations."""
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
@@ -177,7 +174,7 @@ class Unit:
     ) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
         with self._in_place(whole), random() if random else nullcontext():
-            output = (self.forward if random else self.untraced)(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
     def _shards(self) -> list[Any]:
@@ -400,8 +397,6 @@ class SimpleFsdpBackend(TorchBackend):
             use_attention(block, plan.attention)
             cast_buffers(block, plan.dtype)
             unit = blocks[name] = self._unit(block, number, layouts)
-            if self._graphs and self._device.compiles_all:
-                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
@@ -461,7 +456,6 @@ class SimpleFsdpBackend(TorchBackend):
         return Unit(
             slots,
             number,
-            module.forward,
             module.forward,
             plan.dtype,
             output_dtype,
