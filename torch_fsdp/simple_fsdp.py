@@ -10,6 +10,7 @@ the device's compiler schedules collectives beside products. Blocks that are ali
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,6 @@ from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
     TorchRun,
-    compiled,
     selective_contexts,
     sharded_dim,
 )
@@ -141,12 +141,12 @@ class Gather(torch.autograd.Function):
         if layout.rounded is None:
             return (layout.gather(shard.to(layout.dtype)),)
         along = [dim for dim in range(shard.dim()) if dim != layout.dim]
-        rounded = [layout.gather(x) for x in round_to_bytes(shard, layout.rounded, along)]
-        whole = from_bytes(*rounded, layout.dtype)
+        numbers, factors = map(layout.gather, round_to_bytes(shard, layout.rounded, along))
+        whole = from_bytes(numbers, factors, layout.dtype)
         if not layout.multiplied:
             return (whole,)
-        ctx.mark_non_differentiable(*rounded)
-        return whole, *rounded
+        ctx.mark_non_differentiable(numbers, factors)
+        return whole, numbers, factors
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
@@ -177,8 +177,6 @@ class Unit:
     number: int
     forward: Callable[..., Any]
     """Of the plain module."""
-    untraced: Callable[..., Any]
-    """The same where no whole step is traced, such as in evaluations."""
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
@@ -218,7 +216,7 @@ class Unit:
     ) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
         with self._in_place(whole), random() if random else nullcontext():
-            output = (self.forward if random else self.untraced)(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
     def _shards(self) -> list[Any]:
@@ -385,14 +383,10 @@ class ScannedBlocks(nn.ModuleList):
                 for module in self._drop_paths:
                     module.keep = None
 
-        return ScanWithRecomputation.apply(
-            compute,
-            dtypes,
-            self._device,
-            self._offloads,
-            x.to(first.dtype),
-            *itertools.chain(*rows),
-        )
+        tensors = [x.to(first.dtype), *itertools.chain(*rows)]
+        if not torch.is_grad_enabled():  # else the function would save what a backward pass needs
+            tensors = [values.detach() for values in tensors]
+        return ScanWithRecomputation.apply(compute, dtypes, self._device, self._offloads, *tensors)
 
 
 def _is_gathered_once(layout: Layout) -> bool:
@@ -423,13 +417,16 @@ class SimpleFsdpBackend(TorchBackend):
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
+        self._evaluations: StepGraphs | None = None
+        self._evaluated: Callable[[], Any] = lambda: None
+        """What ``_evaluations`` are graphs of, as long as it exists."""
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
         if self._domain:
             self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.compile == "step":
-            self._graphs = StepGraphs(device)
+            self._graphs, self._evaluations = StepGraphs(device), StepGraphs(device)
             self._form += ", one graph per step"
 
     # -- model ------------------------------------------------------------------------
@@ -468,8 +465,6 @@ class SimpleFsdpBackend(TorchBackend):
                 of_stack = tokens[name.rpartition(".")[0]]
                 compute_part(block, self._tensor, of_stack, plan.attention)
             unit = blocks[name] = self._unit(block, number, layouts, parts=parts)
-            if self._graphs and self._device.compiles_all and not self._tensor:
-                unit.untraced = compiled(unit.forward, plan, fullgraph=not self._domain)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
@@ -558,7 +553,6 @@ class SimpleFsdpBackend(TorchBackend):
             slots,
             number,
             module.forward,
-            module.forward,
             plan.dtype,
             output_dtype,
             barrier=self._device.barrier,
@@ -602,6 +596,14 @@ class SimpleFsdpBackend(TorchBackend):
         values, counts = self._graphs.run(step, tensors, key=tuple(rates))
         self._skipped, self.epoch_loss = counts
         return values
+
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._evaluations is None:
+            return compute(inputs)
+        if compute is not self._evaluated():  # it may use other tensors
+            self._evaluations.forget()
+            self._evaluated = weakref.ref(compute)
+        return self._evaluations.run(compute, inputs)
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         if StatelessRandom.of_trace:

@@ -236,6 +236,9 @@ class TorchBackend(abc.ABC):
     ) -> dict[str, torch.Tensor]:
         return compute(inputs)
 
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        return compute(inputs)
+
     def begin_epoch(self) -> None:
         self.epoch_loss = torch.zeros(2).to(self._device.where)
 

@@ -12,7 +12,7 @@ import itertools
 import re
 import runpy
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +224,49 @@ def _groups_of(name: str) -> list[list[int]]:
     text = tpu_torch_compile.serialize_mlir_text(scan._build_body_mlir(sums, [x]))
     *_, last = _GROUPS.finditer(text)
     return _parse_groups(last[1], last[2])
+
+
+@contextlib.contextmanager
+def named_loops(file_of: Callable[[Sequence[str]], str | None]) -> Iterator[None]:
+    """Let the operations in loops of graphs that are compiled inside come from a file each.
+    ``file_of``: takes the files of an operation's stack, the innermost first.
+
+    torch_tpu 0.2.0 prints the body of a loop and parses it again, so that an operation comes from a
+    line of this text. Here the loop is a kernel, a text with other places.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    create = tpu_torch_compile.create_scan_op
+
+    def create_named(inits: Any, inputs: Any, body_module: Any, **how: Any) -> list[torch.Tensor]:
+        text = tpu_torch_compile.serialize_mlir_text(body_module, enable_debug_info=True)
+        definitions = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.M))
+        lines = [line for line in text.splitlines() if not line.startswith("#loc")]
+        stacks = [_stack(line.rpartition(" loc(")[2], definitions) for line in lines]
+
+        def place(found: re.Match[str]) -> str:
+            operation, *files = stacks[int(found[1]) - 1] or [""]
+            file = file_of(files)
+            return f'loc("{operation}"("{file}":1:0))' if file else found[0]
+
+        given = [tpu_torch_compile.placeholder_like(x) for x in (*inits, *inputs)]
+        like = create(given[: len(inits)], given[len(inits) :], body_module, **how)
+        module = tpu_torch_compile.build_mlir(like, given)
+        text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
+        text = re.sub(r'loc\("-":(\d+):\d+\)', place, text)
+        return call_kernel(text, [*inits, *inputs], [(x.shape, x.dtype) for x in like])
+
+    with mock.patch.object(tpu_torch_compile, "create_scan_op", create_named):
+        yield
+
+
+def _stack(location: str, definitions: Mapping[str, str]) -> list[str]:
+    """Return the names in a location of MLIR: its operation, then functions and files of its stack,
+    the innermost first."""
+    names: list[str] = []
+    for name, other in re.findall(r'"([^"]*)"|(#loc\d+)', location):
+        names += [name] if name else _stack(definitions.get(other, ""), definitions)
+    return names
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,6 +239,9 @@ class XlaBackend(Backend):
         self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
     ) -> dict[str, torch.Tensor]:
         return compute(inputs)  # every step is recorded anew
+
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        return compute(inputs)
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:
         # torch_xla advances its random state at each execution, differently with and without

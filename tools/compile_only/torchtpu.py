@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -69,7 +69,7 @@ from training.mesh import replicas
 from training.rules import check_features
 from training.schedule import StepRates
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
+from xla_fsdp.scopes import LOSS, OPTIMIZER, Names, scope_in
 from xla_fsdp.tpu import Topology, parse_topology
 
 PLUGIN = Path(__file__).with_name("placeholder_tpu.c")
@@ -419,9 +419,24 @@ def _naming(model: nn.Module, backend: Backend) -> Iterator[None]:
             return update(rates, max_norm, loss)
 
     backend.optimizer_step = named_update  # type: ignore[method-assign]
-    with traceback.preserve_node_meta(), names.inside(LOSS, "forward"):
+    with (
+        traceback.preserve_node_meta(),
+        torch_tpu_private.named_loops(_file_in_loop),
+        names.inside(LOSS, "forward"),
+    ):
         yield
     backend.optimizer_step = update  # type: ignore[method-assign]
+
+
+def _file_in_loop(files: Sequence[str]) -> str | None:
+    """Return the file of the innermost scope. A loop of the backward pass computes blocks again."""
+    scopes = [scope for file in files if (scope := scope_in(file))]
+    if not scopes:
+        return None
+    module, phase = scopes[0]
+    if phase == "forward" and scopes[-1].phase == "backward":
+        phase = "recompute"
+    return f"[{module}_{phase}]"
 
 
 def _uninitialized(module: nn.Module, name: str) -> None:

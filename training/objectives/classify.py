@@ -22,7 +22,7 @@ from training.backend import Backend, micro_batch_seed
 from training.data import input_of
 from training.logs.by_class import ByClass
 from training.logs.records import Evaluation
-from training.objectives.base import ImageValues, Measure, Objective
+from training.objectives.base import OF_IMAGES, Measure, Objective
 from training.objectives.class_weights_config import ClassWeightsConfig
 from training.objectives.distillation_config import DistillationConfig
 from training.objectives.mixup_config import MixupConfig
@@ -292,10 +292,9 @@ class Accuracy(Measure):
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._by_class: np.ndarray | int = 0  # as in ByClass, (3, classes)
-        self._values = ImageValues(backend)
         self._predictions = [np.empty(0, PREDICTION)]
 
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         logits, labels = model(self._input(batch)).float(), batch["target"].flatten()
         loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
         present, before = labels != PADDING, classes_before(logits, labels)
@@ -309,26 +308,27 @@ class Accuracy(Measure):
         )
         by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
         counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
+        values: dict[str, Any] = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
         if self.keeps_predictions:
             probabilities = Classification.probabilities(logits)
             of_label = (probabilities * is_label).sum(dim=-1)
-            self._values.send(
-                batch["index"].flatten(),
-                classes=torch.stack([each.int() for each in (labels, predicted, before)], dim=1),
-                probabilities=torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
-            )
-        return {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
+            values[OF_IMAGES] = {
+                "index": batch["index"].flatten(),
+                "classes": torch.stack([each.int() for each in (labels, predicted, before)], dim=1),
+                "probabilities": torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
+            }
+        return values
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         self._totals += values["totals"]
         self._by_class += np.array(values["by_class"], dtype=np.int64).reshape(3, -1)
         if self.keeps_predictions:
-            here = self._values.receive()
+            here = values[OF_IMAGES]
             columns = [here["index"], *here["classes"].T, *here["probabilities"].T]
             self._predictions.append(np.rec.fromarrays(columns, PREDICTION))
 
     def predictions(self) -> np.ndarray:
-        """Return what the images of ``ImageValues`` were classified as, (images,), of dtype
+        """Return what this process's images were classified as, (images,), of dtype
         ``PREDICTION``."""
         return np.concatenate(self._predictions)
 

@@ -116,3 +116,23 @@ def test_processes_that_trace_different_steps(tmp_path):
         code, _, stderr = finish(process)
         assert code == 1, stderr
         assert "the processes have traced different steps" in stderr
+
+
+def test_a_batch_of_an_evaluation_is_one_program(tiny_on_gpu, tmp_path):
+    """Its weights are those of the step, or their average, at each evaluation."""
+    counts = []
+    averaged = "--model_ema --model_ema_decay 0.5 --test_step_interval 2".split()
+    for batches in (2, 5):
+        file = tmp_path / f"executions of {batches}"
+        flags = [*tiny(tmp_path / str(batches)), *SIMPLE, *averaged]
+        done = run_program(
+            *("-m", TORCHTPU, *flags, "--eval_batches", str(batches)),
+            warm=False,
+            variables={"PJRT_EXECUTIONS": str(file)},
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(file.stat().st_size)
+    evaluations = 2 * 3  # of the weights and of their average, after 2, 4 and 6 steps
+    assert counts[1] - counts[0] == evaluations * 3
+    fsdp2 = train_tiny_gpu(tmp_path / "gloo", *averaged, "--eval_batches", "5")
+    assert_same_evaluations(Result(tmp_path / "5"), fsdp2, 1e-5)

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from tests.support.cli import run_program, train_tiny_gpu
+import run_vit_training
+from tests.support.cli import DIGITS, run_program, train_tiny_gpu
 from tests.support.curves import (
     assert_same_curves,
     assert_same_evaluations,
@@ -16,9 +17,11 @@ from tests.support.curves import (
 from tests.support.dino import DINO
 from tests.support.mae import MAE
 from tests.support.marks import long
+from tests.support.masked_images import write_masked
 from tests.support.pairs import PAIR_FLAGS
 from tests.support.resuming import DROPOUT
 from tests.support.usage_error import told_in_one_line
+from torch_fsdp.step_graph import StepGraphs
 
 EAGER, TRACED = ["--fsdp", "simple"], ["--fsdp", "simple", "--compile"]
 
@@ -178,3 +181,60 @@ def test_what_is_refused(capsys, tmp_path, monkeypatch):
     line = told_in_one_line(capsys, *flags, "--zero_dp_strategy", "1", "--fake_data")
     assert line == "--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3"
     assert not (tmp_path / "x").exists()
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "traces"),
+    [("", 1), long("--knn --rank --probe", 2), long("--segment_probe --segment_dir masked", 2)],
+)
+def test_evaluations_are_those_without_a_graph(
+    asked, traces, tiny_on_gpu, tmp_path, monkeypatch, capsys
+):
+    """Of the same weights. Each split of the images is traced once; the last batch is padded."""
+    monkeypatch.chdir(tmp_path)
+    write_masked(tmp_path / "masked", "ade20k", [(20, 24)] * 20, [(24, 30)] * 6)
+    traced = []
+    trace = StepGraphs._trace
+    monkeypatch.setattr(StepGraphs, "_trace", lambda *how: traced.append(how) or trace(*how))
+    how = "--backend cuda --eval_only --json --num_workers 0 --batch_size 16 --data_dir".split()
+    how += [str(DIGITS), "--resume", str(tiny_on_gpu.ckpt_dir / "step_6"), *asked.split()]
+    found = []
+    for form in ([*EAGER, "--no-compile"], TRACED):
+        assert run_vit_training.main([*how, *form]) == 0
+        values = json.loads(capsys.readouterr().out)
+        found.append({name: x for name, x in values.items() if isinstance(x, float)})
+    assert found[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert len(traced) == traces
+
+
+EVERY_KIND = (
+    "--model_ema --model_ema_decay 0.5 --test_step_interval 2 --knn_every 2 --rank_every 2 "
+    "--probe_every 6"
+).split()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags", [EVERY_KIND, [*MAE, *EVERY_KIND[:5]], [*PAIR_FLAGS, *EVERY_KIND[:5]]]
+)
+def test_evaluations_follow_the_weights(flags, tmp_path):
+    eager, traced = (
+        train_tiny_gpu(tmp_path / form[-1], *form, *flags, processes=2) for form in (EAGER, TRACED)
+    )
+    expected, found = (
+        [record for record in run.records if "loss" not in record] for run in (eager, traced)
+    )
+    names = {
+        name
+        for record in expected
+        for name in record
+        if name.startswith(("val_", "ema_", "train_"))
+    }
+    assert len(names) > 1
+    for mine, other in zip(found, expected, strict=True):
+        for name in names & other.keys():
+            assert mine[name] == pytest.approx(other[name], rel=2e-5), name

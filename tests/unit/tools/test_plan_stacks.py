@@ -93,9 +93,9 @@ def test_tpu7x_of_pytorch_xla_is_what_torchtpu_accepts():
     """It trains there."""
     request = asked(f"--model {VIT_L} --batch_size 64", backend="xla")
     assert refusal(request, on("tpu7x:2x2x1")) is None
-    both = Mesh(fsdp=2, domain=2, tensor=2)
-    assert refusal(request, on("v5p:2x2x2", both)) is None
-    refused = refusal(request, on("tpu7x:2x2x1", both))
+    both = {"mesh": Mesh(fsdp=2, domain=2, tensor=2), "attention": "sdpa"}
+    assert refusal(request, on("v5p:2x2x2", **both)) is None
+    refused = refusal(request, on("tpu7x:2x2x1", **both))
     assert refused.startswith("--mesh_tensor 2 with --fsdp simple is incompatible with --mesh_dom")
 
 
