@@ -260,6 +260,7 @@ class XlaBackend(Backend):
         if self._names:
             self._names.name_backward(loss, LOSS)
         loss.backward()
+        self._reshard()
         self._in_loss.close()
         self._passes_s += time.perf_counter() - self._synced_s - self._pass_began_s
         # One graph for all passes would hold the activations of all passes. All passes use the same
