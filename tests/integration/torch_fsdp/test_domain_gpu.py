@@ -22,7 +22,7 @@ CASES = [
     long(2, f"{TOKENS} avgmax --pool_include_prefix", "--mesh_domain 2 --run_without_fsdp"),
     (2, f"{TOKENS} avgmax --pool_include_prefix", f"--mesh_domain 2 {TRACED}"),
     long(4, HYBRID, f"--mesh_domain 4 --domain_attention ring --no_grad_ckpt {TRACED}"),
-    long(4, f"{TOKENS} map --num_heads 4", f"--mesh_domain 2 --grad_accum_steps 2 {TRACED}"),
+    long(4, f"{TOKENS} map --num_heads 4 --grad_accum_steps 2", f"--mesh_domain 2 {TRACED}"),
     long(8, DINO, f"--mesh_dcn 2 --mesh_domain 2 --domain_attention ring {TRACED}"),
     long(4, f"{TOKENS} token", f"--mesh_domain 2 --run_without_fsdp {TRACED}"),
 ]
