@@ -78,7 +78,10 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
             "--tpu_topology v5e:2x2 --explain --fsdp simple --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
-        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple or"),
+        (
+            "--tpu_topology v5e:2x2 --fsdp fsdp2 --mesh_tensor 2",
+            "--mesh_tensor 2 requires --fsdp simple or",
+        ),
         (
             "--tpu_topology v5e:2x2 --mesh_domain 2",
             "--compile_only with --backend torchtpu compiles FSDP and tensor parallelism over all "
