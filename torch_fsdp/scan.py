@@ -75,7 +75,7 @@ class ScanWithRecomputation(torch.autograd.Function):
         inputs in the host's memory."""
         rows = [tensors[i : i + len(dtypes)] for i in range(0, len(tensors), len(dtypes))]
         inputs = [
-            torch.stack([values.to(dtype) for values in column])
+            torch.stack([values.detach().to(dtype) for values in column])  # as ``Gather`` does
             for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
         ]
 

@@ -138,6 +138,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
         ctx.set_materialize_grads(False)
+        shard = shard.detach()  # else a trace converts the parameter itself, as real numbers
         if layout.rounded is None:
             return (layout.gather(shard.to(layout.dtype)),)
         along = [dim for dim in range(shard.dim()) if dim != layout.dim]

@@ -147,6 +147,35 @@ def test_other_attention(form, calls, flags, tmp_path):
     assert sum(len(CALL.findall(module)) for module in modules) == calls
 
 
+def matrices(width: int) -> list[tuple[int, int]]:
+    """Rows and columns of a block's four matrices."""
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+
+def test_products_of_bytes(one_program, tmp_path):
+    """With --matmul int8 a block's products forward, and again, are of int8 with int32 sums; its
+    matrices are gathered twice, a byte a number and four a row in place of two a number."""
+    words = ["--matmul", "int8", "--hlo_dir", str(tmp_path)]
+    found = compiled(2, "--fsdp", "simple", *words)
+    assert "linear layers in int8" in found["sharding"]
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    products = [line for line in module.splitlines() if " convolution(" in line]
+    assert sum("= s32[" in line for line in products) == 4 + 3  # one of them is not needed again
+    less = sum(2 * 2 * (rows * columns - 4 * rows) for rows, columns in matrices(WIDTH))
+    gathered = [each["collective_bytes"]["all-gather"] for each in (one_program, found)]
+    assert gathered[0] - gathered[1] == pytest.approx(less * (CHIPS - 1) / CHIPS, rel=0.1)
+
+
+@pytest.mark.long
+def test_inputs_of_blocks_in_the_hosts_memory(tmp_path):
+    found = compiled(2, "--fsdp", "simple", "--grad_ckpt", "offload", "--hlo_dir", str(tmp_path))
+    assert found["fits"]
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    # The inputs of both blocks, which the loops carry.
+    saved = rf"bf16\[2,{BATCH // CHIPS},{TOKENS},{WIDTH}\]\S*S\(5\)"
+    assert re.search(saved, module)
+
+
 def test_whole_step_is_one_program(one_program, kept_of_one):
     """With collectives of all devices, and all of its state donated: each parameter and AdamW's two
     moments and count of it."""

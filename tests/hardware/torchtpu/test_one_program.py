@@ -72,6 +72,16 @@ def test_same_as_fsdp2(flags, rel, tmp_path):
     assert_same_evaluations(simple, fsdp2, rel)
 
 
+def test_weights_gathered_in_fp8(tmp_path):
+    """In steps and evaluations. (--matmul puts a module into the program, for which torch_tpu asks
+    XLA's plugin for the processor what it cannot tell: test_compile_only.py.)"""
+    flags = [*SIMPLE, "--precision", "bf16", "--gather_dtype", "fp8"]
+    gloo = train_tiny_gpu(tmp_path / "gloo", *flags, "--compile")
+    found = train_tiny_tpu(tmp_path / "tpu", *flags)
+    assert found.column("loss") == pytest.approx(gloo.column("loss"), rel=1e-3)
+    assert_same_evaluations(found, gloo, rel=1e-3)
+
+
 @pytest.mark.long
 def test_resume_is_exact_and_dropout_the_same_on_the_cpu(tmp_path):
     flags = [*SIMPLE, *DROPOUT, "--grad_accum_steps", "2"]

@@ -41,6 +41,7 @@ NOT_ON_THE_HOST = {
     "--attention flash": NO_KERNELS,
     "--attention whole": NO_KERNELS,
     "--attention plain": "TorchTPU only",
+    "--matmul fp8": "TorchTPU only",
     "--grad_ckpt offload": "XLA's partitioner for the CPU knows no memory of a host; see below",
     "--backend cuda": "another backend",
     "--backend torchtpu": "another backend: tests/hardware/torchtpu",
@@ -127,6 +128,7 @@ IN_THE_STEP = ("model (", "optimization", "sharding", "XLA")
 """Groups of flags that change the step."""
 NOT_COMPILED = {
     "--attention plain": "TorchTPU only",
+    "--matmul fp8": "TorchTPU only",
     "--mesh_dcn slices": "there are none that could be counted",
     "--mesh_fsdp 2": "four devices: tests/integration/training/test_mesh.py has it with other axes",
     "--precision fp16": "GPUs only",
