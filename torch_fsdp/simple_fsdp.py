@@ -369,6 +369,8 @@ class SimpleFsdpBackend(TorchBackend):
         self.shards = (self._mesh.get_local_rank(SHARD),)
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        """Sums over the micro-batches of a step so far."""
         self._graphs: StepGraphs | None = None
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
@@ -523,9 +525,16 @@ class SimpleFsdpBackend(TorchBackend):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         trained = [shard for shard in self._locals.values() if shard.requires_grad]
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        # Not in ``grad`` before the last: in a trace, torch_tpu 0.2.0 does not convert the dtype of
+        # a shard whose gradient is of the trace, as the next forward pass does.
         for shard, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
-                shard.grad = gradient if shard.grad is None else shard.grad + gradient
+                before = self._gradients.get(shard)
+                self._gradients[shard] = gradient if before is None else before + gradient
+        if is_last:
+            for shard, gradient in self._gradients.items():
+                shard.grad = gradient
+            self._gradients.clear()
 
     def _collect_gradients(self) -> None:
         if (replicas := self._run.mesh.dcn) == 1:

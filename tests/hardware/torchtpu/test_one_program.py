@@ -56,7 +56,7 @@ AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --cutmix 1".s
 CASES = [
     (["--no_grad_ckpt", "--grad_accum_steps", "2", "--optimizer", "lion", "--lr", "1e-3"], 1e-5),
     long([*AVERAGED, "--grad_ckpt", "selective"], 1e-5),
-    long(["--precision", "bf16", "--optimizer_dtype", "bf16"], 1e-2),
+    long("--precision bf16 --optimizer_dtype bf16 --grad_accum_steps 2".split(), 1e-2),
     long(MAE, 1e-5),
     long(DINO, 2e-5),
     long([*PAIR_FLAGS, "--grad_accum_steps", "2"], 2e-5),
