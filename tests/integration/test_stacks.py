@@ -100,10 +100,15 @@ def values_of_flags(folder):
     for own in BACKEND_CONFIGS.values():
         for item in items(own, folder):
             (field,) = [name for name, typed in item.words.items() if typed == item.name][-1:]
-            if any(condition.count("backend=") > 1 for condition in known[field].flag.requires):
-                # Of several stacks that have it, the item names the first.
-                others = {name: word for name, word in item.words.items() if name != "backend"}
-                item = replace(item, words=others)
+            # Of several stacks that have it, the item names one.
+            of_several = {
+                each.partition("=")[0]
+                for condition in known[field].flag.requires
+                if "|" in condition
+                for each in condition.split("|")
+            } & {*FORM, "xla_fsdp"}
+            others = {name: word for name, word in item.words.items() if name not in of_several}
+            item = replace(item, words=others)
             found[field][item.name] = item
     for field, words in NOT_SWEPT.items():
         name = known[field].names[0]

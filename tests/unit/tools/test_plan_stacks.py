@@ -87,16 +87,16 @@ def test_a_candidate_is_what_simple_fsdp_accepts(chosen):
     except UsageError as error:
         refused = str(error)
     assert refusal(request, candidate) == refused
-    assert refused or chosen.get("grad_ckpt") != "offload"
 
 
 def test_tpu7x_of_pytorch_xla_is_what_torchtpu_accepts():
     """It trains there."""
     request = asked(f"--model {VIT_L} --batch_size 64", backend="xla")
     assert refusal(request, on("tpu7x:2x2x1")) is None
-    assert refusal(request, on("v5p:2x2x1", grad_ckpt="offload")) is None
-    refused = refusal(request, on("tpu7x:2x2x1", grad_ckpt="offload"))
-    assert refused.startswith("--grad_ckpt offload requires --backend xla, not torchtpu")
+    both = {"mesh": Mesh(fsdp=2, domain=2, tensor=2), "attention": "sdpa"}
+    assert refusal(request, on("v5p:2x2x2", **both)) is None
+    refused = refusal(request, on("tpu7x:2x2x1", **both))
+    assert refused.startswith("--mesh_tensor 2 with --fsdp simple is incompatible with --mesh_dom")
 
 
 # -- command lines ----------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_what_no_slice_can_train_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "--plan --backend torchtpu --plan_compilations 0 --tpu_topology v6e:2x2".split()
     line = told_in_one_line(capsys, *words, "--model", VIT_L, "--zero_dp_strategy", "1")
-    assert line == "--fsdp simple does not support --zero_dp_strategy 1: use --fsdp fsdp2"
+    assert line == "--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3"
     assert not list(tmp_path.iterdir())
 
 

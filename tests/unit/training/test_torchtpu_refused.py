@@ -75,18 +75,30 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
             "--teacher is incompatible with --compile_only",
         ),
         (
-            "--tpu_topology v5e:2x2 --explain",
+            "--tpu_topology v5e:2x2 --explain --fsdp fsdp2",
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --explain --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
         (
             "--tpu_topology v5e:2x2 --explain --fsdp simple --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
-        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
         (
-            "--tpu_topology v5e:2x2 --mesh_domain 2",
+            "--tpu_topology v5e:2x2 --mesh_tensor 2 --fsdp fsdp2",
+            "--mesh_tensor 2 requires --fsdp simple or",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --run_without_fsdp",
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
-            "only, not mesh fsdp 2 x domain 2: drop --mesh_domain",
+            "only, not mesh dcn 4: drop --run_without_fsdp",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --mesh_domain 2 --fsdp fsdp2",
+            "--compile_only with --backend torchtpu and --mesh_domain 2 requires --fsdp simple, "
+            "without --no-compile",
         ),
         ("--tpu_topology v5e:2x2 --mesh_fsdp 3", "--mesh_dcn 1 x --mesh_fsdp 3 x --mesh_tensor 1"),
     ],

@@ -60,7 +60,7 @@ def test_state_of_shards_of_rows():
     """The last shards are padded."""
     held, shape = parameters_held(WIDTH_1112, Mesh(fsdp=256), SIMPLE_FSDP)
     layouts = [
-        Layout(torch.Size(sides), 0, 256, "group", torch.float32, torch.float32)
+        Layout(torch.Size(sides), 0, 256, "group", torch.float32, torch.float32, 256)
         for sides in shape.block_shapes
     ]
     padded = sum(layout.chunk * layout.shape.numel() / layout.shape[0] for layout in layouts)
