@@ -332,11 +332,16 @@ def _draw(
     """Draw the cost of each plan against its hours, chips of one kind in one colour, and name the
     chosen.
 
-    Full points are the compiler's figures, hollow ones arithmetic. Without any price the chips are
-    drawn instead of the cost.
+    Full points are the compiler's figures, hollow ones arithmetic. Where less than two plans have a
+    price, the chips are drawn instead of the cost.
     """
     priced = [plan for plan in plans if plan.cost_usd is not None]
-    shown, height = priced or plans, attrgetter("cost_usd" if priced else "chips")
+    unpriced = ", ".join(sorted({plan.kind for plan in plans if plan.cost_usd is None}))
+    if len(priced) > 1:
+        shown, height, label = priced, attrgetter("cost_usd"), "cost, $"
+        label += f" (no price: {unpriced})" if unpriced else ""
+    else:
+        shown, height, label = plans, attrgetter("chips"), f"chips (no price: {unpriced})"
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     for number, kind in enumerate(sorted({plan.kind for plan in shown})):
@@ -380,7 +385,7 @@ def _draw(
         axis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:.3g}")
         axis.set_minor_formatter(plt.NullFormatter())
     axes.set_xlabel("hours to train")
-    axes.set_ylabel("cost, $" if priced else "chips (no prices)")
+    axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
