@@ -124,13 +124,13 @@ class Gather(torch.autograd.Function):
         shard = shard.detach()  # else a trace converts the parameter itself, as real numbers
         if layout.rounded is None:
             return (layout.gather(shard.to(layout.dtype)),)
-        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
-        rounded = [layout.gather(x) for x in round_to_bytes(shard, layout.rounded, along)]
-        whole = from_bytes(*rounded, layout.dtype)
+        along = tuple(dim for dim in range(shard.dim()) if dim != layout.dim)
+        numbers, factors = map(layout.gather, round_to_bytes(shard, layout.rounded, along))
+        whole = from_bytes(numbers, factors, layout.dtype)
         if not layout.multiplied:
             return (whole,)
-        ctx.mark_non_differentiable(*rounded)
-        return whole, *rounded
+        ctx.mark_non_differentiable(numbers, factors)
+        return whole, numbers, factors
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
