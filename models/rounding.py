@@ -1,7 +1,5 @@
 """Matrices in numbers of one byte, int8 or fp8, with fp32 factors: the same on every backend."""
 
-from collections.abc import Sequence
-
 import torch
 
 BYTE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -15,7 +13,7 @@ LEAST_FACTOR = 1e-30
 
 
 def round_to_bytes(
-    x: torch.Tensor, dtype: torch.dtype, along: Sequence[int]
+    x: torch.Tensor, dtype: torch.dtype, along: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x`` in a dtype of ``LARGEST``, rounded to the nearest, halves to even, and the fp32
     factors that give it back, one for all that is ``along`` these dimensions, which keep size 1."""

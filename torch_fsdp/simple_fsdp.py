@@ -141,7 +141,7 @@ class Gather(torch.autograd.Function):
         shard = shard.detach()  # else a trace converts the parameter itself, as real numbers
         if layout.rounded is None:
             return (layout.gather(shard.to(layout.dtype)),)
-        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
+        along = tuple(dim for dim in range(shard.dim()) if dim != layout.dim)
         numbers, factors = map(layout.gather, round_to_bytes(shard, layout.rounded, along))
         whole = from_bytes(numbers, factors, layout.dtype)
         if not layout.multiplied:

@@ -87,7 +87,7 @@ class GatherInFp8(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.dtype, ctx.shard, ctx.mark = weight.dtype, shard, mark
         along = next((d for d, axes in enumerate(shard) if axes), 0)
-        others = [d for d in range(weight.dim()) if d != along]
+        others = tuple(d for d in range(weight.dim()) if d != along)
         numbers, factors = (
             mark_numbers(tensor, mark, shard, whole)
             for tensor in round_to_bytes(weight, torch.float8_e4m3fn, others)

@@ -35,6 +35,7 @@ EAGER, TRACED = ["--fsdp", "simple"], ["--fsdp", "simple", "--compile"]
         long(4, [*EAGER, "--dp_outer", "2", "--no_grad_ckpt"]),
         (4, [*TRACED, "--dp_outer", "2", "--grad_accum_steps", "2"]),
         long(2, [*TRACED, "--no_grad_ckpt", "--grad_accum_steps", "4"]),
+        long(2, [*TRACED, "--grad_ckpt", "offload"]),
     ],
 )
 def test_form(processes, flags, tiny_on_gpu, tmp_path):

@@ -99,6 +99,16 @@ KERNELS = [
         "--matmul int8 --precision bf16",
         "--matmul int8 requires --fsdp simple, not fsdp2",
     ),
+    (
+        "cuda",
+        "--fsdp simple --grad_ckpt offload",
+        "--grad_ckpt offload requires blocks as one loop, which this run does not have (--no-com",
+    ),
+    (
+        "cuda",
+        "--fsdp simple --compile --grad_ckpt offload --zero_dp_strategy 2",
+        "which this run does not have (--zero_dp_strategy 2): use --grad_ckpt full",
+    ),
     ("cuda", "--gather_dtype fp8", "--gather_dtype fp8 requires --fsdp simple, not fsdp2"),
     (
         "cuda",
