@@ -159,7 +159,8 @@ def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device
 ) -> nn.Module:
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
-    use_attention(block, plan.attention)
+    if not plan.domain_attention:
+        use_attention(block, plan.attention)
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
         block.forward = compiled(block.forward, plan)

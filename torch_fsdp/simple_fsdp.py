@@ -10,36 +10,40 @@ the device's compiler schedules collectives beside products. Blocks that are ali
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.positions import PartOfPositions
 from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
+from torch_fsdp.domain import attend_over_processes, make_meshes, token_part
+from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
     TorchRun,
-    compiled,
     selective_contexts,
     sharded_dim,
 )
 from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
+from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
 from torch_fsdp.torch_backend import TorchBackend
 from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -54,7 +58,7 @@ class Layout:
     with zeros, so that all processes run the same program."""
 
     shape: torch.Size
-    """The shape of the whole parameter."""
+    """The shape of the whole parameter; with ``part``, of that."""
     dim: int
     shards: int
     group: str
@@ -62,6 +66,10 @@ class Layout:
     dtype: torch.dtype
     """The dtype in which the parameter is used, and gathered if it is not ``rounded``."""
     reduce_dtype: torch.dtype
+    processes: int
+    """How many of a replica there are, whose gradients are averaged."""
+    part: Part | None = None
+    """With tensor parallelism: the part of the parameter that the group's processes shard."""
     rounded: torch.dtype | None = None
     """Int8 or fp8, in which each process rounds its shard before it is gathered."""
     multiplied: bool = False
@@ -69,12 +77,19 @@ class Layout:
 
     @classmethod
     def of(
-        cls, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
+        cls,
+        shape: torch.Size,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        processes: int,
+        part: Part | None = None,
     ) -> "Layout":
-        group = mesh.get_group(SHARD)
+        if part:
+            shape = part.shape
         shards = group.size()
         dim = sharded_dim(shape, shards)
-        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
+        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype, processes, part)
 
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
@@ -98,6 +113,8 @@ class Layout:
 
     def shard(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return shard number ``index``, a copy."""
+        if self.part:
+            whole = self.part.of(whole)
         sizes = list(self.shape)
         sizes[self.dim] = self.chunk
         start, size = self.range(index)
@@ -114,8 +131,8 @@ class Layout:
 
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter, with its numbers and factors if products are computed with them; reduces
-    its gradient to the mean over the shards' processes."""
+    """Gathers a parameter, or its part, with its numbers and factors if products are computed with
+    them; reduces its gradient to the mean over the processes."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
@@ -148,7 +165,7 @@ class Gather(torch.autograd.Function):
             grad = grad.flatten(0, 1)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
         summed = _c10d.wait_tensor(summed).view(ctx.shape)
-        return (summed / layout.shards).to(ctx.dtype), None
+        return (summed / layout.processes).to(ctx.dtype), None
 
 
 @dataclass
@@ -161,8 +178,6 @@ class Unit:
     number: int
     forward: Callable[..., Any]
     """Of the plain module."""
-    untraced: Callable[..., Any]
-    """The same where no whole step is traced, such as in evaluations."""
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
@@ -202,7 +217,7 @@ class Unit:
     ) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
         with self._in_place(whole), random() if random else nullcontext():
-            output = (self.forward if random else self.untraced)(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
     def _shards(self) -> list[Any]:
@@ -369,14 +384,10 @@ class ScannedBlocks(nn.ModuleList):
                 for module in self._drop_paths:
                     module.keep = None
 
-        return ScanWithRecomputation.apply(
-            compute,
-            dtypes,
-            self._device,
-            self._offloads,
-            x.to(first.dtype),
-            *itertools.chain(*rows),
-        )
+        tensors = [x.to(first.dtype), *itertools.chain(*rows)]
+        if not torch.is_grad_enabled():  # else the function would save what a backward pass needs
+            tensors = [values.detach() for values in tensors]
+        return ScanWithRecomputation.apply(compute, dtypes, self._device, self._offloads, *tensors)
 
 
 def _is_gathered_once(layout: Layout) -> bool:
@@ -400,17 +411,23 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 class SimpleFsdpBackend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        ranks = device.arrange((run.mesh.dcn, run.mesh.fsdp))
-        self._mesh = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
+        # The axis "fsdp" of _mesh includes "tensor": where "tensor" shards nothing, it does.
+        self._mesh, _, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
+        self._tensor = TensorGroup(run, device) if run.mesh.tensor > 1 else None
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
+        self._evaluations: StepGraphs | None = None
+        self._evaluated: Callable[[], Any] = lambda: None
+        """What ``_evaluations`` are graphs of, as long as it exists."""
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
+        if self._domain:
+            self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.compile == "step":
-            self._graphs = StepGraphs(device)
+            self._graphs, self._evaluations = StepGraphs(device), StepGraphs(device)
             self._form += ", one graph per step"
 
     # -- model ------------------------------------------------------------------------
@@ -427,31 +444,53 @@ class SimpleFsdpBackend(TorchBackend):
         layouts: dict[nn.Parameter, Layout] = {}
 
         choose_mask(model, plan.attention)
+        tokens = {stack: Tokens(self._tensor) for stack in self._run.model.stacks if self._tensor}
 
-        # Each block: weights, attention, products, shards, recomputation.
+        # Domain parallelism: attention sees the tokens of all processes that share an image.
+        if self._domain:
+            attend_over_processes(model, plan, self._domain)
+
+        # Each block: weights, attention, products, part of heads and columns,
+        # shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
-            use_attention(block, plan.attention)
+            if not self._domain:
+                use_attention(block, plan.attention)
             if plan.matmul:
                 multiply_rounded(block)
             cast_buffers(block, plan.dtype)
-            unit = blocks[name] = self._unit(block, number, layouts)
-            if self._graphs and self._device.compiles_all:
-                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
+            parts: Mapping[nn.Parameter, Part] = {}
+            if self._tensor:
+                parts = self._tensor.parts(block)
+                of_stack = tokens[name.rpartition(".")[0]]
+                compute_part(block, self._tensor, of_stack, plan.attention)
+            unit = blocks[name] = self._unit(block, number, layouts, parts=parts)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
         if self._graphs:
             self._form += f", {self._scan_blocks(model, blocks)}"
+        for stack, of_stack in tokens.items():
+            stacked: Any = model.get_submodule(stack)
+            is_one = isinstance(stacked, ScannedBlocks)
+            of_stack.divide(*(stacked, stacked) if is_one else (stacked[0], stacked[-1]))
         self._form += ", weights gathered in fp8" if plan.gather_dtype else ""
         self._form += f", linear layers in {self._sharding.matmul}" if plan.matmul else ""
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
+        positions: Mapping[str, PartOfPositions] = {}
+        if self._domain:
+            first = torch.tensor([self._domain.first]).to(self._device.where)
+            part = token_part(self._domain, first)
+            positions = self._run.model.compute_on_part(model, part)
         model.forward = self._unit(model, 0, layouts, output_dtype=torch.float32)
 
-        self._locals = dict(model.named_parameters())
+        plain_names = {id(part.values): name for name, part in positions.items()}
+        self._locals = {
+            plain_names.get(id(shard), name): shard for name, shard in model.named_parameters()
+        }
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
@@ -481,8 +520,10 @@ class SimpleFsdpBackend(TorchBackend):
         number: int,
         layouts: dict[nn.Parameter, Layout],
         output_dtype: torch.dtype | None = None,
+        parts: Mapping[nn.Parameter, Part] = MappingProxyType({}),
     ) -> Unit:
-        """Shard what is not sharded yet in ``module``, and add its ``layouts``."""
+        """Shard what is not sharded yet in ``module``, and add its ``layouts``. ``parts``: those
+        of parameters that tensor parallelism divides."""
         plan, where = self._plan, self._device.where
         shards: dict[nn.Parameter, nn.Parameter] = {}
         slots = []
@@ -493,12 +534,18 @@ class SimpleFsdpBackend(TorchBackend):
                 if whole in layouts:  # by a unit below
                     continue
                 if whole not in shards:
-                    layout = Layout.of(whole.shape, self._mesh, plan.dtype, plan.reduce_dtype)
+                    group, tensor_part = self._mesh.get_group(SHARD), parts.get(whole)
+                    processes = group.size()
+                    if self._tensor and tensor_part:
+                        group = self._tensor.same_parts
+                    layout = Layout.of(
+                        whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
+                    )
                     if number and whole.dim() > 1:
                         multiplied = plan.matmul is not None and type(part) is nn.Linear
                         rounded = plan.matmul if multiplied else plan.gather_dtype
                         layout = replace(layout, rounded=rounded, multiplied=multiplied)
-                    shard = layout.shard(whole.detach(), self.shards[0]).to(where)
+                    shard = layout.shard(whole.detach(), group.rank()).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout
                 part._parameters[key] = shards[whole]
@@ -506,7 +553,6 @@ class SimpleFsdpBackend(TorchBackend):
         return Unit(
             slots,
             number,
-            module.forward,
             module.forward,
             plan.dtype,
             output_dtype,
@@ -552,11 +598,19 @@ class SimpleFsdpBackend(TorchBackend):
         self._skipped, self.epoch_loss = counts
         return values
 
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._evaluations is None:
+            return compute(inputs)
+        if compute is not self._evaluated():  # it may use other tensors
+            self._evaluations.forget()
+            self._evaluated = weakref.ref(compute)
+        return self._evaluations.run(compute, inputs)
+
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         if StatelessRandom.of_trace:
             raise RuntimeError(
                 "a compiled step cannot take values from the host where they are used: return them "
-                "from Objective.host_inputs"
+                "from Objective.host_inputs, or train with --fsdp fsdp2"
             )
         return super().constant(values)
 
@@ -574,12 +628,16 @@ class SimpleFsdpBackend(TorchBackend):
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
     def _collect_gradients(self) -> None:
-        if (replicas := self._run.mesh.dcn) == 1:
+        if (replicas := self._mesh.size(0)) == 1:
             return
         group = self._mesh.get_group(OUTER)
         for shard in self._locals.values():
             if shard.grad is not None:
                 shard.grad = self._all_reduce(shard.grad, group=group) / replicas
+
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        group = self._mesh.get_group(SHARD)
+        return EqualExchange([*matrices.values()], group, eps, self._device.where)
 
     # -- collectives ------------------------------------------------------------------
 
@@ -594,9 +652,10 @@ class SimpleFsdpBackend(TorchBackend):
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         world, values = _world(), values.detach().contiguous()
-        return _c10d.wait_tensor(
-            _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
-        )
+        gathered = _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
+        # Processes that compute with the same images follow one another.
+        of_each = _c10d.wait_tensor(gathered).unflatten(0, (self.batch_shards, -1, len(values)))
+        return of_each[:, 0].flatten(0, 1)
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -605,8 +664,12 @@ class SimpleFsdpBackend(TorchBackend):
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         layout = self._layouts[name]
-        start, size = layout.range(self.shards[0])
+        group = self._tensor.same_parts if self._tensor and layout.part else None
+        start, size = layout.range(group.rank() if group else self.shards[0])
         offsets = [0] * len(layout.shape)
         offsets[layout.dim] = start
         chunks = [Chunk(tuple(offsets), values.narrow(layout.dim, 0, size))] if size else []
-        return ShardedTensor(layout.shape, values.dtype, chunks)
+        if layout.part is None:
+            return ShardedTensor(layout.shape, values.dtype, chunks)
+        pieces = [piece for chunk in chunks for piece in layout.part.in_whole(chunk)]
+        return ShardedTensor(layout.part.whole, values.dtype, pieces)

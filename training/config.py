@@ -444,8 +444,8 @@ class ShardingConfig:
     )
     mesh_dcn: int | str = flag(
         1,
-        "number of replicas of the parameters; slices: one per TPU slice (XLA); on GPUs, the "
-        "number of HSDP groups",
+        "number of replicas of the parameters; slices: one per TPU slice; on GPUs, the number of "
+        "HSDP groups",
         kind=positive_or_slices,
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),
@@ -470,9 +470,9 @@ class ShardingConfig:
         "auto",
         "attention across the devices of --mesh_domain; ring: keys and values are passed from "
         "device to device, one part at a time; ulysses: each device computes some of the heads "
-        "for all tokens (GPU); gather: each device gathers all keys and values (XLA); auto: on "
-        "GPUs, ulysses if --mesh_domain divides the number of heads, else ring; on XLA, gather "
-        "for up to 16,384 tokens, else ring",
+        "for all tokens (GPU, TorchTPU); gather: each device gathers all keys and values (XLA); "
+        "auto: on XLA, gather for up to 16,384 tokens, else ring; elsewhere ulysses if "
+        "--mesh_domain divides the number of heads, else ring",
         requires=("mesh_domain",),
     )
     attention: Literal["auto", "sdpa", "plain", "flash", "whole"] = flag(
@@ -505,8 +505,8 @@ class ShardingConfig:
     mesh_tensor: int = flag(
         1,
         "number of devices that the attention heads and MLP columns of each block are sharded "
-        "over (tensor parallelism); must divide both; XLA with SPMD only; not supported by all "
-        "models (see --list_models)",
+        "over (tensor parallelism); must divide both; XLA with SPMD, or --fsdp simple; not "
+        "supported by all models (see --list_models)",
         kind=positive,
         incompatible_with=("run_without_fsdp",),
     )

@@ -93,7 +93,7 @@ class XlaConfig:
         False,
         "also print the 20 slowest instructions of the step that --compile_only compiles, each "
         "with its module of the model and its bottleneck; with --hlo_dir, also plot the step's "
-        "time by module (explain.png); with --backend torchtpu: requires --fsdp simple",
+        "time by module (explain.png); with --backend torchtpu: not with --fsdp fsdp2",
         backends=_TPU,
         requires=("compile_only",),
     )

@@ -12,12 +12,12 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
-from models.blocks import logical_axes
+from models.blocks import logical_axes, packed_parts
 from models.rounding import from_bytes, round_to_bytes
-from training.mesh import Axes, Spec
+from training.mesh import Axes, Spec, tensor_dims
 from xla_fsdp.attention.kernel_calls import Shards
 from xla_fsdp.hosts import device_order
-from xla_fsdp.parallel_plan import XlaRun, packed_parts, tensor_dims
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
 # ------------------------------------------------------------------------------------------------

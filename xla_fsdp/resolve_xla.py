@@ -7,16 +7,16 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from models.blocks import why_no_tensor_parallel
 from tpu_attention.choice import for_teacher, resolve_attention
 from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import by_field
-from training.mesh import make_mesh
+from training.mesh import make_mesh, on_slices
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     resolve_common,
     resolve_domain,
@@ -87,18 +87,12 @@ def resolve_for_slice(
     else:
         if slices is None:
             slices = slice_count() if device == "TPU" else 1
-        if config.sharding.mesh_dcn == "slices":
-            config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
+        config = replace(config, sharding=on_slices(config.sharding, slices))
         if device == "CPU":
             mesh = make_mesh(config.sharding, xla.cpu_devices)
         else:  # torch_xla counts the devices of this slice only
             devices = host_tpu().num_expected_global_devices() * slices
             mesh = make_mesh(config.sharding, devices)
-            if mesh.dcn % slices:
-                raise UsageError(
-                    f"--mesh_dcn {mesh.dcn} is not a multiple of {slices}, the number of slices "
-                    "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
-                )
             here = host_tpu().num_available_devices()
             if mesh.devices > here and here % mesh.tensor:
                 raise UsageError(
@@ -112,14 +106,8 @@ def resolve_for_slice(
 
     # Check that the mesh can shard the model.
     check_rows(mesh, model)
+    check_heads_and_columns(mesh, model)
     sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
-    if mesh.tensor > 1:
-        if reason := why_no_tensor_parallel(model.block):
-            raise UsageError(f"{tensor} is incompatible with --model {model.name}: {reason}")
-        if sizes.num_heads % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
-        if sizes.hidden % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
 
     # --domain_attention.
     hindered = None

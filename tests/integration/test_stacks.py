@@ -70,7 +70,7 @@ def data(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4)
     # What would take minutes.
     monkeypatch.setattr(command, "compile_step", lambda *flags: 0)
-    monkeypatch.setattr(torchtpu, "_check_installed", lambda: None)
+    monkeypatch.setattr(torchtpu, "check_installed", lambda mode: None)
     monkeypatch.setattr(torchtpu, "_plugin_variables", lambda *where: {})
     monkeypatch.setattr(torchtpu, "_record", lambda *what: "Used 2.00G of 1.00G hbm")
     monkeypatch.setattr(plan, "plan_slices", lambda *flags: 0)

@@ -27,7 +27,7 @@ ON_GPUS = [
         "ulysses requires a number of heads divisible by --mesh_domain 2, not 3: use ring",
     ),
     ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
-    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
+    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple"),
     ("--mesh_domain 2 --compile --grad_ckpt selective", "requires --grad_ckpt full or none"),
 ]
 ON_XLA = [
