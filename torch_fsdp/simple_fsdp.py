@@ -10,6 +10,7 @@ the device's compiler schedules collectives beside products. Blocks that are ali
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,23 +21,26 @@ import torch
 import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.positions import PartOfPositions
+from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
+from torch_fsdp.domain import attend_over_processes, make_meshes, token_part
+from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
     TorchRun,
-    compiled,
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
@@ -60,12 +64,16 @@ class Layout:
     group: str
     """The name of the group of processes that have a shard each."""
     dtype: torch.dtype
-    """The dtype in which the parameter is gathered."""
+    """The dtype in which the parameter is used, and gathered if it is not ``rounded``."""
     reduce_dtype: torch.dtype
     processes: int
     """How many of a replica there are, whose gradients are averaged."""
     part: Part | None = None
     """With tensor parallelism: the part of the parameter that the group's processes shard."""
+    rounded: torch.dtype | None = None
+    """Int8 or fp8, in which each process rounds its shard before it is gathered."""
+    multiplied: bool = False
+    """Whether a product is computed with what is ``rounded``."""
 
     @classmethod
     def of(
@@ -86,6 +94,11 @@ class Layout:
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
         return replace(self, shape=torch.Size([count, *self.shape]), dim=self.dim + 1)
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype in which a shard waits to be gathered."""
+        return torch.float32 if self.rounded else self.dtype
 
     @property
     def chunk(self) -> int:
@@ -109,21 +122,35 @@ class Layout:
         shard.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, start, size))
         return shard
 
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter, or factors of it, in the dtype of the shard."""
+        values = shard.view(torch.int8) if shard.itemsize == 1 else shard  # gloo has no fp8
+        gathered = _c10d.all_gather_into_tensor(values.unsqueeze(0), self.shards, self.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, 0, self.shape[self.dim]).view(shard.dtype)
+
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter, or its part; reduces its gradient to the mean over the processes."""
+    """Gathers a parameter, or its part, with its numbers and factors if products are computed with
+    them; reduces its gradient to the mean over the processes."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
-        shard = shard.to(layout.dtype).unsqueeze(0)
-        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
-        whole = whole.flatten(layout.dim, layout.dim + 1)
-        return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
+        ctx.set_materialize_grads(False)
+        shard = shard.detach()  # else a trace converts the parameter itself, as real numbers
+        if layout.rounded is None:
+            return (layout.gather(shard.to(layout.dtype)),)
+        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
+        numbers, factors = map(layout.gather, round_to_bytes(shard, layout.rounded, along))
+        whole = from_bytes(numbers, factors, layout.dtype)
+        if not layout.multiplied:
+            return (whole,)
+        ctx.mark_non_differentiable(numbers, factors)
+        return whole, numbers, factors
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
         layout = ctx.layout
         grad = grad.to(layout.reduce_dtype)
         padding = layout.chunk * layout.shards - grad.shape[layout.dim]
@@ -151,8 +178,6 @@ class Unit:
     number: int
     forward: Callable[..., Any]
     """Of the plain module."""
-    untraced: Callable[..., Any]
-    """The same where no whole step is traced, such as in evaluations."""
     dtype: torch.dtype
     output_dtype: torch.dtype | None
     """What floating-point outputs are cast to."""
@@ -178,8 +203,9 @@ class Unit:
 
     def _gathered(self, shards: Sequence[Any]) -> list[Any]:
         return [
-            Gather.apply(shard, layout)
+            values
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
+            for values in Gather.apply(shard, layout)
         ]
 
     def _compute_with(
@@ -191,7 +217,7 @@ class Unit:
     ) -> Any:
         args, kwargs = _cast((args, kwargs), self.dtype)
         with self._in_place(whole), random() if random else nullcontext():
-            output = (self.forward if random else self.untraced)(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
         return output if self.output_dtype is None else _cast(output, self.output_dtype)
 
     def _shards(self) -> list[Any]:
@@ -199,15 +225,19 @@ class Unit:
 
     @contextlib.contextmanager
     def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the modules compute with the ``whole`` parameters inside."""
-        shards = self._shards()
-        for (module, key, _), values in zip(self.slots, whole, strict=True):
-            module._parameters[key] = values  # type: ignore[assignment]
+        """Let the modules compute inside with ``whole`` parameters, as ``Gather`` gives them."""
+        entries: list[tuple[dict[str, Any], str]] = []
+        for module, key, layout in self.slots:
+            entries.append((module._parameters, key))
+            entries += [(module._buffers, name) for name in ROUNDED if layout.multiplied]
+        outside = [tensors[key] for tensors, key in entries]
+        for (tensors, key), values in zip(entries, whole, strict=True):
+            tensors[key] = values
         try:
             yield
         finally:
-            for (module, key, _), shard in zip(self.slots, shards, strict=True):
-                module._parameters[key] = shard
+            for (tensors, key), values in zip(entries, outside, strict=True):
+                tensors[key] = values
 
     def recompute(self, mode: str, *, keeps_gathered: bool) -> Callable[..., Any]:
         """Return a function that recomputes activations in the backward pass, and gathers
@@ -285,9 +315,12 @@ class ScannedBlocks(nn.ModuleList):
     """Blocks that are alike, called once for all: in a traced step as one loop forward and one
     backward, which computes each block again from its input."""
 
-    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device, *, offloads: bool
+    ) -> None:
+        """``offloads``: keep the blocks' inputs in the host's memory."""
         super().__init__(blocks)
-        self._units, self._device = units, device
+        self._units, self._device, self._offloads = units, device, offloads
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
         """Those of the last block, as which all are computed."""
@@ -324,14 +357,15 @@ class ScannedBlocks(nn.ModuleList):
             zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
         ):
             if _is_gathered_once(layout):
-                shards = Gather.apply(torch.stack(shards), layout.of_several(len(shards))).unbind()
+                (whole,) = Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
+                shards = whole.unbind()
             columns.append(shards)
         rows = [
             [*(values[index] for values in of_each), *(column[index] for column in columns)]
             for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.dtype for layout in layouts]
+        dtypes = [values.dtype for values in of_each] + [layout.held for layout in layouts]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -340,8 +374,9 @@ class ScannedBlocks(nn.ModuleList):
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
             whole = [
-                values if _is_gathered_once(layout) else Gather.apply(values, layout)
-                for values, layout in zip(given, layouts, strict=True)
+                values
+                for held, layout in zip(given, layouts, strict=True)
+                for values in ([held] if _is_gathered_once(layout) else Gather.apply(held, layout))
             ]
             try:
                 return last._compute_with(whole, begin, (x,), kwargs)
@@ -349,13 +384,10 @@ class ScannedBlocks(nn.ModuleList):
                 for module in self._drop_paths:
                     module.keep = None
 
-        return ScanWithRecomputation.apply(
-            compute,
-            dtypes,
-            self._device,
-            x.to(first.dtype),
-            *itertools.chain(*rows),
-        )
+        tensors = [x.to(first.dtype), *itertools.chain(*rows)]
+        if not torch.is_grad_enabled():  # else the function would save what a backward pass needs
+            tensors = [values.detach() for values in tensors]
+        return ScanWithRecomputation.apply(compute, dtypes, self._device, self._offloads, *tensors)
 
 
 def _is_gathered_once(layout: Layout) -> bool:
@@ -379,20 +411,23 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 class SimpleFsdpBackend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        mesh = run.mesh
         # The axis "fsdp" of _mesh includes "tensor": where "tensor" shards nothing, it does.
-        ranks = device.arrange((mesh.dcn, mesh.fsdp * mesh.tensor), in_order=mesh.tensor > 1)
-        self._mesh = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
+        self._mesh, _, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
-        self._tensor = TensorGroup(run, device) if mesh.tensor > 1 else None
+        self._tensor = TensorGroup(run, device) if run.mesh.tensor > 1 else None
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
+        self._evaluations: StepGraphs | None = None
+        self._evaluated: Callable[[], Any] = lambda: None
+        """What ``_evaluations`` are graphs of, as long as it exists."""
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
+        if self._domain:
+            self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.compile == "step":
-            self._graphs = StepGraphs(device)
+            self._graphs, self._evaluations = StepGraphs(device), StepGraphs(device)
             self._form += ", one graph per step"
 
     # -- model ------------------------------------------------------------------------
@@ -411,11 +446,19 @@ class SimpleFsdpBackend(TorchBackend):
         choose_mask(model, plan.attention)
         tokens = {stack: Tokens(self._tensor) for stack in self._run.model.stacks if self._tensor}
 
-        # Each block: weights, attention, part of heads and columns, shards, recomputation.
+        # Domain parallelism: attention sees the tokens of all processes that share an image.
+        if self._domain:
+            attend_over_processes(model, plan, self._domain)
+
+        # Each block: weights, attention, products, part of heads and columns,
+        # shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
-            use_attention(block, plan.attention)
+            if not self._domain:
+                use_attention(block, plan.attention)
+            if plan.matmul:
+                multiply_rounded(block)
             cast_buffers(block, plan.dtype)
             parts: Mapping[nn.Parameter, Part] = {}
             if self._tensor:
@@ -423,8 +466,6 @@ class SimpleFsdpBackend(TorchBackend):
                 of_stack = tokens[name.rpartition(".")[0]]
                 compute_part(block, self._tensor, of_stack, plan.attention)
             unit = blocks[name] = self._unit(block, number, layouts, parts=parts)
-            if self._graphs and self._device.compiles_all and not self._tensor:
-                unit.untraced = compiled(unit.forward, plan, fullgraph=True)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
@@ -434,12 +475,22 @@ class SimpleFsdpBackend(TorchBackend):
             stacked: Any = model.get_submodule(stack)
             is_one = isinstance(stacked, ScannedBlocks)
             of_stack.divide(*(stacked, stacked) if is_one else (stacked[0], stacked[-1]))
+        self._form += ", weights gathered in fp8" if plan.gather_dtype else ""
+        self._form += f", linear layers in {self._sharding.matmul}" if plan.matmul else ""
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
+        positions: Mapping[str, PartOfPositions] = {}
+        if self._domain:
+            first = torch.tensor([self._domain.first]).to(self._device.where)
+            part = token_part(self._domain, first)
+            positions = self._run.model.compute_on_part(model, part)
         model.forward = self._unit(model, 0, layouts, output_dtype=torch.float32)
 
-        self._locals = dict(model.named_parameters())
+        plain_names = {id(part.values): name for name, part in positions.items()}
+        self._locals = {
+            plain_names.get(id(shard), name): shard for name, shard in model.named_parameters()
+        }
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
@@ -449,7 +500,7 @@ class SimpleFsdpBackend(TorchBackend):
         computed, for the line that describes a run."""
         spec, plan = self._run.model, self._plan
         why = spec.why_blocks_differ()
-        if plan.grad_ckpt != "full":
+        if plan.grad_ckpt not in ("full", "offload"):
             why = f"--grad_ckpt {plan.grad_ckpt}"
         elif plan.zero == 2:
             why = "--zero_dp_strategy 2"
@@ -458,7 +509,9 @@ class SimpleFsdpBackend(TorchBackend):
         for stack in spec.stacks:
             blocks = list(getattr(model, stack))
             of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
-            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+            offloads = plan.grad_ckpt == "offload"
+            scanned = ScannedBlocks(blocks, of_stack, self._device, offloads=offloads)
+            spec.put_blocks(model, stack, scanned)
         return "blocks as one loop"
 
     def _unit(
@@ -488,6 +541,10 @@ class SimpleFsdpBackend(TorchBackend):
                     layout = Layout.of(
                         whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
                     )
+                    if number and whole.dim() > 1:
+                        multiplied = plan.matmul is not None and type(part) is nn.Linear
+                        rounded = plan.matmul if multiplied else plan.gather_dtype
+                        layout = replace(layout, rounded=rounded, multiplied=multiplied)
                     shard = layout.shard(whole.detach(), group.rank()).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout
@@ -496,7 +553,6 @@ class SimpleFsdpBackend(TorchBackend):
         return Unit(
             slots,
             number,
-            module.forward,
             module.forward,
             plan.dtype,
             output_dtype,
@@ -542,11 +598,19 @@ class SimpleFsdpBackend(TorchBackend):
         self._skipped, self.epoch_loss = counts
         return values
 
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._evaluations is None:
+            return compute(inputs)
+        if compute is not self._evaluated():  # it may use other tensors
+            self._evaluations.forget()
+            self._evaluated = weakref.ref(compute)
+        return self._evaluations.run(compute, inputs)
+
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         if StatelessRandom.of_trace:
             raise RuntimeError(
                 "a compiled step cannot take values from the host where they are used: return them "
-                "from Objective.host_inputs"
+                "from Objective.host_inputs, or train with --fsdp fsdp2"
             )
         return super().constant(values)
 
@@ -564,12 +628,16 @@ class SimpleFsdpBackend(TorchBackend):
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
     def _collect_gradients(self) -> None:
-        if (replicas := self._run.mesh.dcn) == 1:
+        if (replicas := self._mesh.size(0)) == 1:
             return
         group = self._mesh.get_group(OUTER)
         for shard in self._locals.values():
             if shard.grad is not None:
                 shard.grad = self._all_reduce(shard.grad, group=group) / replicas
+
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        group = self._mesh.get_group(SHARD)
+        return EqualExchange([*matrices.values()], group, eps, self._device.where)
 
     # -- collectives ------------------------------------------------------------------
 

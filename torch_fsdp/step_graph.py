@@ -47,6 +47,12 @@ class StepGraphs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._graphs: dict[Hashable, StepGraph] = {}
+        self._compiled: dict[Hashable, Callable[..., Sequence[torch.Tensor]]] = {}
+        """By all that a graph consists of but its state."""
+
+    def forget(self) -> None:
+        """Trace anew what runs next; a graph that was compiled before is not compiled again."""
+        self._graphs.clear()
 
     def run(self, step: Callable[[Any], Any], inputs: Any, key: Hashable = None) -> Any:
         """Return ``step(inputs)``, trees of tensors. ``key``: what else the graph depends on."""
@@ -79,10 +85,26 @@ class StepGraphs:
         finally:
             StatelessRandom.of_trace = None
         state = lift_state(traced, self._device.where.type)
-        if not self._device.is_host:
-            check_same(traced)
-        run = self._device.compile_graph(traced, [*inputs, *state], written_inputs(traced))
-        return StepGraph(run, state, results[0], traced)
+        check_same(traced)
+        given = [*inputs, *state]
+        program = _content(traced, given)
+        if program not in self._compiled:
+            compiled = self._device.compile_graph(traced, given, written_inputs(traced))
+            self._compiled[program] = compiled
+        return StepGraph(self._compiled[program], state, results[0], traced)
+
+
+def _content(traced: GraphModule, given: Sequence[torch.Tensor]) -> Hashable:
+    """Return what tells one graph from others: what it computes, the tensors that it holds, and of
+    those that it is ``given`` the shapes and dtypes."""
+    graphs = [
+        (name, part) for name, part in traced.named_modules() if isinstance(part, GraphModule)
+    ]
+    return (
+        *((name, part.code) for name, part in graphs),
+        *((name, str(held.tolist())) for name, held in traced.named_buffers()),
+        *((x.shape, x.dtype, x.stride()) for x in given),
+    )
 
 
 def check_same(traced: GraphModule) -> None:
@@ -182,12 +204,12 @@ class StatelessRandom(TorchDispatchMode):
         self._place: Place = (0, 0)
         self._draws: Counter[tuple[int, ...]] = Counter()
         """How many times it has drawn there, by shape."""
+        self._passes: Counter[int] = Counter()
 
     def begin(self, seed: torch.Tensor) -> None:
         """Begin a micro-batch; ``seed``: an int32 scalar."""
         self._seed = seed
-        self._place, self._draws = (0, 0), Counter()
-        self._passes: Counter[int] = Counter()
+        self._place, self._draws, self._passes = (0, 0), Counter(), Counter()
 
     def next_pass(self, unit: int) -> tuple[int, int]:
         """Return the place of the next pass of a unit, for ``at``."""

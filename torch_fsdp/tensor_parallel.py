@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import RmsNorm
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from models.blocks import Qkv, logical_axes, packed_parts, queries_keys_values, use_attend
 from torch_fsdp.devices import Device
@@ -91,8 +90,8 @@ class TensorGroup:
 
     def __init__(self, run: TorchRun, device: Device) -> None:
         mesh = run.mesh
-        ranks = device.arrange((mesh.dcn, mesh.fsdp, mesh.tensor), in_order=True)
-        axes = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD, TENSOR))
+        ranks = torch.arange(mesh.devices).view(mesh.dcn, mesh.fsdp, mesh.tensor)
+        axes = device.mesh(ranks, (OUTER, SHARD, TENSOR))
         self.same_parts = axes.get_group(SHARD)
         """The processes that have the same part of each parameter."""
         self.index, self.count = axes.get_local_rank(TENSOR), mesh.tensor

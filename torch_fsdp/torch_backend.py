@@ -23,6 +23,7 @@ from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
+from torch_fsdp.orthogonalize import Matrix, Orthogonalize, UnequalExchange
 from torch_fsdp.parallel_plan import TorchRun
 from training.backend import (
     InitializeModule,
@@ -120,6 +121,12 @@ class TorchBackend(abc.ABC):
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        """Return what orthogonalizes Muon's ``matrices``, by names in the plain model."""
+        views = [self._global_view(name, self._locals[name].detach()) for name in matrices]
+        group = next(iter(self._sharded_alike[0][1]), None)
+        return UnequalExchange([*matrices.values()], views, group, eps)
+
     # -- model and optimizer ----------------------------------------------------------
 
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
@@ -169,7 +176,7 @@ class TorchBackend(abc.ABC):
             eps=eps,
             betas=betas,
             fused=self._device.fused_adamw and not is_traced,
-            group=next(iter(self._sharded_alike[0][1]), None),
+            orthogonalizer=functools.partial(self._orthogonalizer, eps=eps),
             units=self._blocks,
             compiler=self._plan.compiler if compiles else None,
         )
@@ -227,6 +234,9 @@ class TorchBackend(abc.ABC):
     def run_step(
         self, compute: Callable[[StepInputs], dict[str, torch.Tensor]], inputs: StepInputs
     ) -> dict[str, torch.Tensor]:
+        return compute(inputs)
+
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
         return compute(inputs)
 
     def begin_epoch(self) -> None:
@@ -410,7 +420,8 @@ class TorchBackend(abc.ABC):
             distances.append(torch.finfo(torch.float16).eps)  # TF32 has as many mantissa bits
         if self._rounds_moments:  # stochastic rounding is off by up to a whole unit
             distances.append(2 * torch.finfo(torch.bfloat16).eps)
-        if self._plan.blocks.fp8 != "none":
+        in_bytes = (self._plan.matmul, self._plan.gather_dtype)
+        if self._plan.blocks.fp8 != "none" or torch.float8_e4m3fn in in_bytes:
             distances.append(torch.finfo(torch.float8_e4m3fn).eps)
         return max(distances) / 2
 

@@ -12,7 +12,7 @@ import itertools
 import re
 import runpy
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +227,49 @@ def _groups_of(name: str) -> list[list[int]]:
 
 
 @contextlib.contextmanager
+def named_loops(file_of: Callable[[Sequence[str]], str | None]) -> Iterator[None]:
+    """Let the operations in loops of graphs that are compiled inside come from a file each.
+    ``file_of``: takes the files of an operation's stack, the innermost first.
+
+    torch_tpu 0.2.0 prints the body of a loop and parses it again, so that an operation comes from a
+    line of this text. Here the loop is a kernel, a text with other places.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    create = tpu_torch_compile.create_scan_op
+
+    def create_named(inits: Any, inputs: Any, body_module: Any, **how: Any) -> list[torch.Tensor]:
+        text = tpu_torch_compile.serialize_mlir_text(body_module, enable_debug_info=True)
+        definitions = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.M))
+        lines = [line for line in text.splitlines() if not line.startswith("#loc")]
+        stacks = [_stack(line.rpartition(" loc(")[2], definitions) for line in lines]
+
+        def place(found: re.Match[str]) -> str:
+            operation, *files = stacks[int(found[1]) - 1] or [""]
+            file = file_of(files)
+            return f'loc("{operation}"("{file}":1:0))' if file else found[0]
+
+        given = [tpu_torch_compile.placeholder_like(x) for x in (*inits, *inputs)]
+        like = create(given[: len(inits)], given[len(inits) :], body_module, **how)
+        module = tpu_torch_compile.build_mlir(like, given)
+        text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
+        text = re.sub(r'loc\("-":(\d+):\d+\)', place, text)
+        return call_kernel(text, [*inits, *inputs], [(x.shape, x.dtype) for x in like])
+
+    with mock.patch.object(tpu_torch_compile, "create_scan_op", create_named):
+        yield
+
+
+def _stack(location: str, definitions: Mapping[str, str]) -> list[str]:
+    """Return the names in a location of MLIR: its operation, then functions and files of its stack,
+    the innermost first."""
+    names: list[str] = []
+    for name, other in re.findall(r'"([^"]*)"|(#loc\d+)', location):
+        names += [name] if name else _stack(definitions.get(other, ""), definitions)
+    return names
+
+
+@contextlib.contextmanager
 def reverse_scans() -> Iterator[None]:
     """Trace scans inside as loops from last to first. (Flips, as in PyTorch, would be copies.)"""
     from torch_tpu._internal.compile import scan
@@ -246,7 +289,8 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, such as that of one
+    TPU kernel; a graph takes it in.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -260,6 +304,60 @@ def call_kernel(
         tpu_torch_pallas.register_custom_kernel(name, key, serialized_mlir_module=artifact)
     shapes = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results]
     return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
+
+
+def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send ``x`` from the first to the second rank of each pair; for graphs that have other
+    collectives too. torch_tpu 0.2.0 knows no such operation, and compiles a graph without any that
+    it knows for one device."""
+    array = tensor_type(x.shape, x.dtype)
+    listed = ", ".join(map(str, map(list, pairs)))
+    module = f"""module {{
+  func.func public @main(%x: {array}) -> {array} {{
+    %y = "stablehlo.collective_permute"(%x) {{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      source_target_pairs = dense<[{listed}]> : tensor<{len(pairs)}x2xi64>
+    }} : ({array}) -> {array}
+    return %y : {array}
+  }}
+}}"""
+    (received,) = call_kernel(module, [x], [(x.shape, x.dtype)])
+    return received
+
+
+_MLIR_TYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8E4M3FN",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what StableHLO calls tensors of this shape and dtype."""
+    return f"tensor<{'x'.join([*map(str, shape), _MLIR_TYPES[dtype]])}>"
+
+
+@torch.library.custom_op("vit::moved_to", mutates_args=())
+def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the memory "pinned_host" or "device", in a graph."""
+    tensor = tensor_type(x.shape, x.dtype)
+    # Without a side effect: torch_tpu 0.2.0 gives it no sharding, which libtpu would then require.
+    module = f"""
+        func.func @main(%x: {tensor}) -> {tensor} {{
+          %y = stablehlo.custom_call @annotate_device_placement(%x) {{
+            mhlo.frontend_attributes = {{_xla_buffer_placement = "{memory}"}}
+          }} : ({tensor}) -> {tensor}
+          return %y : {tensor}
+        }}
+    """
+    return call_kernel(module, [x], [(x.shape, x.dtype)])[0]
+
+
+@moved_to.register_fake
+def _(memory: str, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 class AbsentRanks(dist.Store):

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -212,6 +212,16 @@ class Backend(Protocol):
 
     def end_step(self) -> None:
         """Send the recorded graph to the device; eager backends do nothing."""
+
+    # An evaluation.
+
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        """Return ``compute(inputs)``, trees of tensors: what a model in evaluation mode makes of a
+        batch.
+
+        A backend may record it once for each ``compute`` and shape of the inputs and run what it
+        has recorded: nothing but the inputs and the weights may differ between calls.
+        """
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with the EMA of its weights (``RunConfig.averages``) inside."""

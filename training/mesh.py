@@ -10,7 +10,7 @@ this module; it needs no device.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.config import ShardingConfig
 from training.errors import UsageError
@@ -279,9 +279,21 @@ def replicas(sharding: ShardingConfig) -> int:
     if isinstance(sharding.mesh_dcn, int):
         return sharding.mesh_dcn
     raise UsageError(
-        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla and attached TPU slices: use a "
-        "number instead"
+        f"--mesh_dcn {sharding.mesh_dcn} requires attached TPU slices: use a number instead"
     )
+
+
+def on_slices(sharding: ShardingConfig, slices: int) -> ShardingConfig:
+    """Resolve ``--mesh_dcn`` in a job with this number of TPU slices. Raises UsageError if a
+    replica would be on several, or slices had no equal numbers of replicas."""
+    if sharding.mesh_dcn == "slices":
+        return replace(sharding, mesh_dcn=slices)
+    if replicas(sharding) % slices:
+        raise UsageError(
+            f"--mesh_dcn {sharding.mesh_dcn} is not a multiple of {slices}, the number of slices "
+            "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
+        )
+    return sharding
 
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -239,6 +240,9 @@ class XlaBackend(Backend):
     ) -> dict[str, torch.Tensor]:
         return compute(inputs)  # every step is recorded anew
 
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+        return compute(inputs)
+
     def begin_micro_batch(self, micro_batch_index: int) -> None:
         # torch_xla advances its random state at each execution, differently with and without
         # checkpointing. Setting it here makes masks depend only on seed and step.
@@ -256,6 +260,7 @@ class XlaBackend(Backend):
         if self._names:
             self._names.name_backward(loss, LOSS)
         loss.backward()
+        self._reshard()
         self._in_loss.close()
         self._passes_s += time.perf_counter() - self._synced_s - self._pass_began_s
         # One graph for all passes would hold the activations of all passes. All passes use the same
@@ -404,7 +409,8 @@ class XlaBackend(Backend):
         # A TPU computes fp32 products in bf16, too.
         lower = self._sharding.precision == "bf16" or self._device_type == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._xla.gather_dtype == "fp8" else []
+        if self._sharding.gather_dtype == "fp8":
+            used.append(torch.finfo(torch.float8_e4m3fn).eps)
         # Stochastic rounding is off by up to a whole unit.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2

@@ -19,7 +19,7 @@ from features.image_text.retrieval import (
 )
 from training.backend import Backend
 from training.evaluation.report import has_own_images
-from training.objectives.base import ImageValues, Measure
+from training.objectives.base import OF_IMAGES, Measure
 
 
 class PairRetrieval(Measure):
@@ -34,13 +34,12 @@ class PairRetrieval(Measure):
         """``kind``: of the loss, "siglip" or "clip". ``image_input``: from a batch to the model's
         input of its images."""
         self._kind, self._image_input, self._backend = kind, image_input, backend
-        self._values = ImageValues(backend)
         self._parts: list[dict[str, np.ndarray]] = []
         self._scale = self._bias = 0.0
         self.is_complete = False
         """Whether the evaluation reached its end."""
 
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         # The images of sequences follow each other.
         text = batch["text"].flatten(0, -2)[:, None]  # (images, texts of each, tokens)
         others = {}
@@ -49,19 +48,18 @@ class PairRetrieval(Measure):
             others["others"] = batch["others"].flatten()
         embedded = Embedded(*model((self._image_input(batch), text.flatten(0, 1))))
         same = [self._backend.mean(each.mean()) for each in (embedded.scale, embedded.bias)]
-        values = {"scale_and_bias": torch.stack(same)}
-        self._values.send(
-            batch["index"].flatten(),
-            images=embedded.images,
-            texts=embedded.texts.unflatten(0, text.shape[:2]),
-            tokens=text,
+        of_images = {
+            "index": batch["index"].flatten(),
+            "images": embedded.images,
+            "texts": embedded.texts.unflatten(0, text.shape[:2]),
+            "tokens": text,
             **others,
-        )
-        return values
+        }
+        return {"scale_and_bias": torch.stack(same), OF_IMAGES: of_images}
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         self._scale, self._bias = values["scale_and_bias"]
-        part = {"others": np.zeros(1, np.int64)} | self._values.receive()
+        part = {"others": np.zeros(1, np.int64)} | values[OF_IMAGES]
         part["others"] = np.broadcast_to(part["others"], part["index"].shape)
         self._parts.append(part | {"tokens": ids_of_texts(part["tokens"])})
 

@@ -36,7 +36,7 @@ from training.evaluation.report import has_own_images
 from training.logs.bad_images import VAL, BadImages
 from training.logs.records import Evaluation, read_metrics
 from training.loop import Hook, Training
-from training.objectives.base import ImageValues, Measure
+from training.objectives.base import OF_IMAGES, Measure
 from training.objectives.classify import Accuracy
 from training.processes import exchange
 from training.resolve import Run
@@ -136,19 +136,18 @@ def names_of(classes: Sequence[str] | None, numbers: int, file: str | None) -> l
 class PromptEmbeddings(Measure):
     """Adds up the embeddings of each class's prompts."""
 
-    def __init__(self, classes: int, prompts: int, width: int, backend: Backend) -> None:
+    def __init__(self, classes: int, prompts: int, width: int) -> None:
         """``prompts``: of each class."""
-        self._prompts, self._values = prompts, ImageValues(backend)
+        self._prompts = prompts
         self.sums = torch.zeros(classes, width, dtype=torch.float64)
         """Of the prompts of this process, (classes, width)."""
 
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         texts = Embedded(*model((None, batch["text"]))).texts
-        self._values.send(batch["index"], texts=texts)
-        return {}
+        return {OF_IMAGES: {"index": batch["index"], "texts": texts}}
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
-        part = {name: torch.from_numpy(each) for name, each in self._values.receive().items()}
+    def add(self, values: Mapping[str, Any]) -> None:
+        part = {name: torch.from_numpy(each) for name, each in values[OF_IMAGES].items()}
         self.sums.index_add_(0, part["index"] // self._prompts, part["texts"].double())
 
     def result(self) -> Evaluation:
@@ -170,7 +169,7 @@ def class_embeddings(
     loader = val_loader(texts, backend, config.data.global_micro_batch_size)
     spec: Any = run.model
     classes = len(data.names)
-    measure = PromptEmbeddings(classes, len(data.tokens) // classes, spec.embedding_width, backend)
+    measure = PromptEmbeddings(classes, len(data.tokens) // classes, spec.embedding_width)
     if evaluate(model, measure, loader, backend, batch_done=batch_done) is None:
         return None
     sums = measure.sums

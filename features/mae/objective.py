@@ -129,7 +129,8 @@ class ReconstructionError(Measure):
         self._key = backend.constant(objective.mask_key("validation"))
         self._shown = backend.constant(torch.tensor(shown))
         """The indices of the images to draw."""
-        self._drawn = backend.constant(torch.zeros(len(shown), 2 * pixels + sizes.num_patches))
+        drawn = torch.zeros(len(shown), 2 * pixels + sizes.num_patches)
+        self.carried = {"drawn": backend.constant(drawn)}
         """For each of them: the patches, the patches with predictions filled in, and the mask."""
 
     def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -145,7 +146,8 @@ class ReconstructionError(Measure):
             # devices, copy them to each.
             chosen = (self._shown[:, None] == numbers).float()
             parts = [chosen @ x.flatten(1) for x in (patches, painted, hidden.float())]
-            self._drawn = self._drawn + self._backend.sum(torch.cat(parts, dim=1))
+            drawn = self.carried["drawn"] + self._backend.sum(torch.cat(parts, dim=1))
+            self.carried = {"drawn": drawn}
         return {"totals": self._backend.sum(sums)}
 
     def add(self, values: Mapping[str, list[float]]) -> None:
@@ -163,7 +165,7 @@ class ReconstructionError(Measure):
         spec = self._run.model
         assert isinstance(spec, MaeSpec)
         sizes, (height, width) = spec.sizes, spec.patch_size
-        values = self._backend.read({"drawn": self._drawn}).result()["drawn"]
+        values = self._backend.read(self.carried).result()["drawn"]
         drawn = torch.tensor(values).view(len(self._shown), -1)
         drawn = drawn[drawn[:, -sizes.num_patches :].any(dim=1)]  # the others cannot be read
         channels, pixels = sizes.input_shape[0], math.prod(sizes.input_shape)

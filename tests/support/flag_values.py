@@ -105,4 +105,5 @@ NOT_IN_FORM = {
         "--mesh_domain 2": FSDP2_ONLY,
         **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
     },
+    "simple": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
 }

@@ -16,6 +16,7 @@ is measured on this machine, and told beside the expected step.
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from gpu_fsdp import resolve_gpu
@@ -67,7 +69,7 @@ from training.mesh import replicas
 from training.rules import check_features
 from training.schedule import StepRates
 from xla_fsdp.config import XlaConfig
-from xla_fsdp.scopes import LOSS, OPTIMIZER, Names
+from xla_fsdp.scopes import LOSS, OPTIMIZER, Names, scope_in
 from xla_fsdp.tpu import Topology, parse_topology
 
 PLUGIN = Path(__file__).with_name("placeholder_tpu.c")
@@ -79,18 +81,22 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
     name = slice_name(asked)
-    _check_installed()
+    check_installed("--compile_only")
     used = (torch_tpu_private, kernels_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
     topology = parse_topology(name, replicas(config.sharding))
-    if topology.generation == 4:
-        raise UsageError("--compile_only with --backend torchtpu does not support v4")
+    check_compiler(topology)
     run = resolve_for_slice(config, backend_config, topology)
-    if run.mesh.fsdp * run.mesh.tensor != topology.slice_devices:
+    if run.mesh.dcn != topology.slices:
         raise UsageError(
-            "--compile_only with --backend torchtpu compiles FSDP and tensor parallelism over all "
-            f"devices of a slice only, not {run.mesh}: drop --mesh_domain and --run_without_fsdp"
+            "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
+            f"only, not {run.mesh}: drop --run_without_fsdp"
+        )
+    if run.mesh.domain > 1 and run.plan.compile != "step":
+        raise UsageError(
+            f"--compile_only with --backend torchtpu and --mesh_domain {run.mesh.domain} requires "
+            "--fsdp simple, without --no-compile"
         )
     if asked.explain and run.plan.compile != "step":
         raise UsageError(
@@ -112,6 +118,9 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             if needed is None:
                 raise UsageError(f"the step cannot be traced or compiled: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
+            if config.use.json:
+                figures = {"topology": topology.name, "fits": False, "peak_hbm_bytes": needed}
+                print(json.dumps(figures | {"expected_step_s": None}))
             return DOES_NOT_FIT
         COUNTED.update(recorded.kernels)
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
@@ -151,16 +160,22 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     return code
 
 
-def _check_installed() -> None:
-    """Raise UsageError if something is missing that this needs."""
+def check_installed(mode: str) -> None:
+    """Raise UsageError if something is missing that the flag ``mode`` needs to compile."""
     for package in ("torch_tpu", "libtpu"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(
-                f"--compile_only with --backend torchtpu requires the package {package}: python3 "
-                "-m pip install -r requirements-torchtpu.txt"
+                f"{mode} with --backend torchtpu requires the package {package}: python3 -m pip "
+                "install -r requirements-torchtpu.txt"
             )
     if shutil.which("cc") is None:
-        raise UsageError("--compile_only with --backend torchtpu requires a C compiler, cc")
+        raise UsageError(f"{mode} with --backend torchtpu requires a C compiler, cc")
+
+
+def check_compiler(topology: Topology) -> None:
+    """Raise UsageError if libtpu here compiles for no such slice."""
+    if topology.generation == 4:
+        raise UsageError(f"--backend torchtpu does not support --tpu_topology {topology.name}")
 
 
 def _links(run: TorchRun, topology: Topology) -> Links:
@@ -178,15 +193,18 @@ class PlaceholderTpu(devices.Tpu):
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
     store: torch_tpu_private.AbsentRanks
+
+    def slices(self) -> int | None:
+        return 1  # not those of this machine's job
+
     """By which the other processes of the slice seem to be there."""
 
     def count(self) -> int | None:
         return None
 
-    def arrange(self, shape: tuple[int, ...], *, in_order: bool = False) -> torch.Tensor:
-        mesh = super().arrange(shape, in_order=in_order)
-        self.store.add_mesh(mesh)
-        return mesh
+    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        self.store.add_mesh(ranks)
+        return super().mesh(ranks, names)
 
 
 @contextlib.contextmanager
@@ -401,9 +419,24 @@ def _naming(model: nn.Module, backend: Backend) -> Iterator[None]:
             return update(rates, max_norm, loss)
 
     backend.optimizer_step = named_update  # type: ignore[method-assign]
-    with traceback.preserve_node_meta(), names.inside(LOSS, "forward"):
+    with (
+        traceback.preserve_node_meta(),
+        torch_tpu_private.named_loops(_file_in_loop),
+        names.inside(LOSS, "forward"),
+    ):
         yield
     backend.optimizer_step = update  # type: ignore[method-assign]
+
+
+def _file_in_loop(files: Sequence[str]) -> str | None:
+    """Return the file of the innermost scope. A loop of the backward pass computes blocks again."""
+    scopes = [scope for file in files if (scope := scope_in(file))]
+    if not scopes:
+        return None
+    module, phase = scopes[0]
+    if phase == "forward" and scopes[-1].phase == "backward":
+        phase = "recompute"
+    return f"[{module}_{phase}]"
 
 
 def _uninitialized(module: nn.Module, name: str) -> None:

@@ -12,14 +12,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import nn
 
+from data.batch import Batch
 from data.loader import BatchLoader, prefetch
-from training.backend import Backend
+from training.backend import Backend, Tensors
 from training.logs.records import Evaluation
-from training.objectives.base import Measure
+from training.objectives.base import OF_IMAGES, Measure, without_padding
 
 _AHEAD = 8
 """How many batches the host may be ahead of the devices; enough that they never wait."""
@@ -42,18 +44,34 @@ def evaluate(
     source = itertools.islice(loader.epoch(0), batches or None)
     put = functools.partial(backend.put, fields=loader.fields)
     model.eval()
-    stopped, pending = False, deque[Future]()
+    stopped = False
+    pending: deque[tuple[Future, Future | None]] = deque()
+
+    def compute(inputs: tuple[Batch, Tensors]) -> tuple[dict[str, Any], Tensors]:
+        batch, measure.carried = inputs
+        return measure.of_batch(model, batch), measure.carried
+
+    def add_earliest() -> None:
+        values, of_images = pending.popleft()
+        arrived = values.result()
+        if of_images is not None:
+            arrived[OF_IMAGES] = without_padding(of_images.result())
+        measure.add(arrived)
+
     with contextlib.closing(prefetch(source, put, loader.prefetch_depth)) as ready:
         for batch in ready:
-            values = measure.of_batch(model, batch)
+            values, measure.carried = backend.run_evaluation(compute, (batch, measure.carried))
             backend.end_step()
-            pending.append(backend.read(values))
+            of_images = values.pop(OF_IMAGES, None)
+            pending.append(
+                (backend.read(values), backend.read_images(of_images) if of_images else None)
+            )
             if len(pending) > _AHEAD:
-                measure.add(pending.popleft().result())
+                add_earliest()
             if batch_done():
                 stopped = True
                 break
-    for future in pending:
-        measure.add(future.result())
+    while pending:
+        add_earliest()
     model.train()
     return None if stopped else measure.result()

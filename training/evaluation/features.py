@@ -117,6 +117,21 @@ class Features:
             rows = torch.from_numpy(present)
             return batch_numbers[present], {kind: value[rows] for kind, value in values.items()}
 
+        def compute(batch: Batch) -> dict[str, torch.Tensor]:
+            given = self._input(batch)
+            output = self._model(given)
+            found = self.run.model.image_features(collected.pop().float(), given)
+            by_kind: dict[str, torch.Tensor | None] = dict(
+                zip((CLASS, MEAN, PATCHES), found, strict=True)
+            )
+            for feature in self.run.config.active_features:
+                by_kind |= feature.output_features(output)
+            return {  # no others are computed
+                kind: value
+                for kind, value in by_kind.items()
+                if kind in kinds and value is not None
+            }
+
         put = functools.partial(backend.put, fields=loader.fields)
         was_training = self._model.training
         self._model.eval()
@@ -127,19 +142,7 @@ class Features:
             ):
                 for batch in ready:
                     with torch.no_grad():
-                        given = self._input(batch)
-                        output = self._model(given)
-                        found = self.run.model.image_features(collected.pop().float(), given)
-                        by_kind: dict[str, torch.Tensor | None] = dict(
-                            zip((CLASS, MEAN, PATCHES), found, strict=True)
-                        )
-                        for feature in self.run.config.active_features:
-                            by_kind |= feature.output_features(output)
-                        values = {  # no others are computed
-                            kind: value
-                            for kind, value in by_kind.items()
-                            if kind in kinds and value is not None
-                        }
+                        values = backend.run_evaluation(compute, batch)
                     pending.append(backend.read_images(values))
                     del values
                     if len(pending) > _AHEAD:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -93,20 +91,39 @@ class Objective(abc.ABC):
         raise NotImplementedError
 
 
+OF_IMAGES = "of_images"
+
+
 class Measure(abc.ABC):
     """What is measured in one evaluation. Padding (label and index -1) is ignored."""
 
-    @abc.abstractmethod
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """Run the model on a batch; return values over all replicas, on the devices."""
+    carried: Mapping[str, torch.Tensor] = {}
+    """Tensors on the devices for which ``of_batch`` may set others of the same shapes."""
 
     @abc.abstractmethod
-    def add(self, values: Mapping[str, list[float]]) -> None:
-        """Add the values of a batch, after they were read from the devices."""
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Run the model on a batch; return values over all replicas, on the devices.
+
+        Values of the images that this process has put there can be in a dict under ``OF_IMAGES``,
+        with their numbers as "index", (images,); dimension 0 of each is the images. Processes with
+        the same ``Backend.batch_shard`` have the same images. A backend may record what this does,
+        so it must have no effect but on ``carried``.
+        """
+
+    @abc.abstractmethod
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the values of a batch, after they were read from the devices: lists of numbers, and
+        under ``OF_IMAGES`` arrays, without padding."""
 
     @abc.abstractmethod
     def result(self) -> Evaluation:
         """Return what was measured over all batches."""
+
+
+def without_padding(of_images: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return values of images, which are on the host, as ``Measure.add`` takes them."""
+    is_image = of_images["index"] != PADDING
+    return {name: value[is_image].numpy() for name, value in of_images.items()}
 
 
 class MeanLoss(Measure):
@@ -133,7 +150,7 @@ class MeanLoss(Measure):
         sums = torch.stack([*known.values(), is_image.sum().float()])
         return dict(zip((*known, "images"), self._backend.sum(sums)[:, None], strict=True))
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         for name, (value,) in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
@@ -142,24 +159,3 @@ class MeanLoss(Measure):
         images = sums.pop("images")
         means = {name: value / (images or math.nan) for name, value in sums.items()}
         return Evaluation(means.pop("loss"), images=int(images), means=means)
-
-
-class ImageValues:
-    """Values of this process's images on their way from the devices, batch by batch. Processes with
-    the same ``Backend.batch_shard`` have the same images."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._in_transfer: deque[Future[dict[str, torch.Tensor]]] = deque()
-
-    def send(self, index: torch.Tensor, **values: torch.Tensor) -> None:
-        """Start copying values of a batch to the host, with the numbers of its images, (images,);
-        dimension 0 of each value is the images."""
-        self._in_transfer.append(self._backend.read_images({"index": index, **values}))
-
-    def receive(self) -> dict[str, np.ndarray]:
-        """Return the numbers ("index") and the values of the images of the earliest batch that was
-        not yet received, without padding."""
-        values = self._in_transfer.popleft().result()
-        is_image = values["index"] != PADDING
-        return {name: value[is_image].numpy() for name, value in values.items()}

@@ -22,7 +22,7 @@ from training.backend import Backend, micro_batch_seed
 from training.data import input_of
 from training.logs.by_class import ByClass
 from training.logs.records import Evaluation
-from training.objectives.base import ImageValues, Measure, Objective
+from training.objectives.base import OF_IMAGES, Measure, Objective
 from training.objectives.class_weights_config import ClassWeightsConfig
 from training.objectives.distillation_config import DistillationConfig
 from training.objectives.mixup_config import MixupConfig
@@ -214,6 +214,9 @@ class Mixing:
         height, width = (self._spatial if self._has_part else shape)[-2:]
         with drawn_from(micro_batch_seed(self._seed, micro_batch_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, height, width)
+        if shape[-2] < self._spatial[0]:  # from the first row that this process has of an image
+            first = self._rows.start
+            mix = mix._replace(top=mix.top - first, bottom=mix.bottom - first)
         # A single tensor: one transfer, and no Python scalar that would trigger a recompilation.
         return torch.tensor(mix, dtype=torch.float32)
 
@@ -222,8 +225,7 @@ class Mixing:
         share, _, top, bottom, left, right = mix.unbind()
         if self._config.cuts:
             height, width = images.shape[-2:]
-            first = self._rows.start if height < self._spatial[0] else 0
-            rows = torch.arange(first, first + height, device=images.device)
+            rows = torch.arange(height, device=images.device)
             columns = torch.arange(width, device=images.device)
             in_rows, in_columns = (
                 (rows >= top) & (rows < bottom),
@@ -290,10 +292,9 @@ class Accuracy(Measure):
         # Summed on the host: exact, and no graph depends on the number of batches.
         self._totals = np.zeros(4)  # loss, in top 1, in top 5, images
         self._by_class: np.ndarray | int = 0  # as in ByClass, (3, classes)
-        self._values = ImageValues(backend)
         self._predictions = [np.empty(0, PREDICTION)]
 
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         logits, labels = model(self._input(batch)).float(), batch["target"].flatten()
         loss = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="sum")
         present, before = labels != PADDING, classes_before(logits, labels)
@@ -307,26 +308,27 @@ class Accuracy(Measure):
         )
         by_class = [is_label, is_label & (before < 1)[:, None], is_predicted]
         counts_by_class = torch.stack([each.sum(dim=0).float() for each in by_class])
+        values: dict[str, Any] = {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
         if self.keeps_predictions:
             probabilities = Classification.probabilities(logits)
             of_label = (probabilities * is_label).sum(dim=-1)
-            self._values.send(
-                batch["index"].flatten(),
-                classes=torch.stack([each.int() for each in (labels, predicted, before)], dim=1),
-                probabilities=torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
-            )
-        return {"totals": sums, "by_class": self._backend.sum(counts_by_class)}
+            values[OF_IMAGES] = {
+                "index": batch["index"].flatten(),
+                "classes": torch.stack([each.int() for each in (labels, predicted, before)], dim=1),
+                "probabilities": torch.stack([probabilities.amax(dim=-1), of_label], dim=1),
+            }
+        return values
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         self._totals += values["totals"]
         self._by_class += np.array(values["by_class"], dtype=np.int64).reshape(3, -1)
         if self.keeps_predictions:
-            here = self._values.receive()
+            here = values[OF_IMAGES]
             columns = [here["index"], *here["classes"].T, *here["probabilities"].T]
             self._predictions.append(np.rec.fromarrays(columns, PREDICTION))
 
     def predictions(self) -> np.ndarray:
-        """Return what the images of ``ImageValues`` were classified as, (images,), of dtype
+        """Return what this process's images were classified as, (images,), of dtype
         ``PREDICTION``."""
         return np.concatenate(self._predictions)
 

@@ -19,7 +19,7 @@ from torch import nn
 from data.batch import PADDING, Batch
 from training.backend import Backend
 from training.logs.records import Evaluation
-from training.objectives.base import ImageValues, Measure
+from training.objectives.base import OF_IMAGES, Measure
 from training.objectives.classify import Classification
 from training.processes import exchange
 
@@ -122,25 +122,24 @@ class LabelRanking(Measure):
     def __init__(self, model_input: Callable[[Batch], Any], backend: Backend) -> None:
         self._input, self._backend = model_input, backend
         self._totals = np.zeros(2)  # loss, images
-        self._values = ImageValues(backend)
         self._parts: list[dict[str, np.ndarray]] = []
 
-    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def of_batch(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         logits, target = model(self._input(batch)).float(), batch["target"]
         present = target[:, 0] != PADDING
         losses = F.binary_cross_entropy_with_logits(logits, target.float(), reduction="none")
         loss = torch.where(present, losses.mean(dim=-1), 0.0).sum()
         totals = self._backend.sum(torch.stack([loss, present.sum().float()]))
-        self._values.send(batch["index"], logits=logits, target=target)
-        return {"totals": totals}
+        of_images = {"index": batch["index"], "logits": logits, "target": target}
+        return {"totals": totals, OF_IMAGES: of_images}
 
-    def add(self, values: Mapping[str, list[float]]) -> None:
+    def add(self, values: Mapping[str, Any]) -> None:
         self._totals += values["totals"]
-        part = self._values.receive()
+        part = values[OF_IMAGES]
         self._parts.append(part | {"target": part["target"].astype(np.uint8)})
 
     def predictions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what was predicted for the images of ``ImageValues``: their numbers, (images,),
+        """Return what was predicted for this process's images: their numbers, (images,),
         the logits, (images, labels) fp32, and which labels they have, (images, labels) uint8."""
         index, logits, target = (
             np.concatenate([part[name] for part in self._parts])

@@ -56,6 +56,7 @@ AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --cutmix 1".s
 CASES = [
     (["--no_grad_ckpt", "--grad_accum_steps", "2", "--optimizer", "lion", "--lr", "1e-3"], 1e-5),
     long([*AVERAGED, "--grad_ckpt", "selective"], 1e-5),
+    long(["--optimizer", "muon", "--layer_decay", "0.75", "--model_ema"], 1e-5),
     long(["--precision", "bf16", "--optimizer_dtype", "bf16"], 1e-2),
     long(MAE, 1e-5),
     long(DINO, 2e-5),
@@ -69,6 +70,16 @@ def test_same_as_fsdp2(flags, rel, tmp_path):
     simple = train_tiny_tpu(tmp_path / "tpu", *SIMPLE, *flags)
     assert_same_curves(simple, fsdp2, rel)
     assert_same_evaluations(simple, fsdp2, rel)
+
+
+def test_weights_gathered_in_fp8(tmp_path):
+    """In steps and evaluations. (--matmul puts a module into the program, for which torch_tpu asks
+    XLA's plugin for the processor what it cannot tell: test_compile_only.py.)"""
+    flags = [*SIMPLE, "--precision", "bf16", "--gather_dtype", "fp8"]
+    gloo = train_tiny_gpu(tmp_path / "gloo", *flags, "--compile")
+    found = train_tiny_tpu(tmp_path / "tpu", *flags)
+    assert found.column("loss") == pytest.approx(gloo.column("loss"), rel=1e-3)
+    assert_same_evaluations(found, gloo, rel=1e-3)
 
 
 @pytest.mark.long
@@ -88,7 +99,7 @@ def test_resume_is_exact_and_dropout_the_same_on_the_cpu(tmp_path):
 def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
     reference = train_tiny_gpu(tmp_path / "reference", "--max_steps", "6")
     run = tmp_path / "run"
-    train_tiny_tpu(run, "--max_steps", "2")
+    train_tiny_tpu(run, "--fsdp", "fsdp2", "--max_steps", "2")
     train_tiny_tpu(run, *SIMPLE, "--max_steps", "4")
     moved = train_tiny_gpu(run, "--max_steps", "6", processes=2)
     assert_same_curves(moved, reference, rel=1e-5)
@@ -115,3 +126,23 @@ def test_processes_that_trace_different_steps(tmp_path):
         code, _, stderr = finish(process)
         assert code == 1, stderr
         assert "the processes have traced different steps" in stderr
+
+
+def test_a_batch_of_an_evaluation_is_one_program(tiny_on_gpu, tmp_path):
+    """Its weights are those of the step, or their average, at each evaluation."""
+    counts = []
+    averaged = "--model_ema --model_ema_decay 0.5 --test_step_interval 2".split()
+    for batches in (2, 5):
+        file = tmp_path / f"executions of {batches}"
+        flags = [*tiny(tmp_path / str(batches)), *SIMPLE, *averaged]
+        done = run_program(
+            *("-m", TORCHTPU, *flags, "--eval_batches", str(batches)),
+            warm=False,
+            variables={"PJRT_EXECUTIONS": str(file)},
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(file.stat().st_size)
+    evaluations = 2 * 3  # of the weights and of their average, after 2, 4 and 6 steps
+    assert counts[1] - counts[0] == evaluations * 3
+    fsdp2 = train_tiny_gpu(tmp_path / "gloo", *averaged, "--eval_batches", "5")
+    assert_same_evaluations(Result(tmp_path / "5"), fsdp2, 1e-5)

@@ -187,11 +187,13 @@ def test_zero_shot_in_training(trained, zero_shot):
     assert f"accuracy {accuracy:.2f} % of {VAL_IMAGES} images" in trained.stdout
 
 
-def test_zero_shot_alone_on_xla(trained, zero_shot, flags):
-    need_xla()
-    found = json.loads(
-        use(trained, *TEXT, *flags[1], *"--eval_only --json --cpu_devices 2".split()).stdout
-    )
+@pytest.mark.parametrize("how", ["--cpu_devices 2", "--backend cuda --fsdp simple --compile"])
+def test_zero_shot_alone(how, trained, zero_shot, flags):
+    """On XLA, and with a graph for each batch of prompts and of images."""
+    if "cpu_devices" in how:
+        need_xla()
+    done = use(trained, *TEXT, *flags[1], "--eval_only", "--json", *how.split())
+    found = json.loads(done.stdout)
     logits, labels = zero_shot
     assert found["val_top1"] == pytest.approx(100 * np.mean(logits.argmax(1) == labels))
     losses = np.logaddexp.reduce(logits, axis=1) - logits[np.arange(len(labels)), labels]
@@ -212,9 +214,10 @@ def test_predict(trained, towers):
     assert "a\\tcat" in shown
 
 
-def test_features(trained, towers, files, flags, tmp_path):
+@pytest.mark.parametrize("how", ["", "--fsdp simple --compile"])
+def test_features(how, trained, towers, files, flags, tmp_path):
     kinds = ["--features_of", "image_embedding", "text_embedding", "--without_labels"]
-    more = ["--backend", "cuda", "--batch_size", "64"]
+    more = ["--backend", "cuda", "--batch_size", "64", *how.split()]
     use(trained, *flags[0], *more, "--features", str(tmp_path / "f"), *kinds)
     (path,) = (tmp_path / "f").glob("val-*")
     found = load_file(path)

@@ -33,7 +33,7 @@ def fake_processes(processes, rank=0):
             dist.destroy_process_group()
 
 
-def traced(*flags):
+def traced(*flags, images=8, rows=16):
     """The graph of a step of a process, and the shapes of the whole parameters."""
     run = on_gpus([*FLAGS, "--compile", *flags])
     backend = SimpleFsdpBackend(run, Cpu())
@@ -42,7 +42,7 @@ def traced(*flags):
     model.train()
     batches = [
         {
-            "image": torch.zeros(images // count, 3, 16, 16, dtype=torch.uint8),
+            "image": torch.zeros(images // count, 3, rows, 16, dtype=torch.uint8),
             "target": torch.zeros(images // count, dtype=torch.int64),
         }
         for count in [run.config.data.grad_accum_steps]
@@ -122,6 +122,77 @@ def test_collectives_of_a_step(flags, passes, recomputes, is_loop):
     }
 
 
+def test_muon_exchanges_slots_of_equal_size():
+    """Slots of 3 processes: for two matrices of each shape in the blocks, one of the embedding and
+    one of the head, largest first."""
+    code = set()
+    for rank in range(PROCESSES):
+        with fake_processes(PROCESSES, rank):
+            graph, shapes = traced("--optimizer", "muon")
+            code.add(graph.code)
+            exchanges = [
+                node
+                for node in graph.graph.nodes
+                if node.target is torch.ops._c10d_functional.all_to_all_single.default
+            ]
+            for node in exchanges:
+                _, received, sent, group = node.args
+                assert received == sent == [node.meta["val"].shape[0] // PROCESSES] * PROCESSES
+                group = dist.distributed_c10d._resolve_process_group(group)
+                assert dist.get_process_group_ranks(group) == [*range(PROCESSES)]
+    assert len(code) == 1  # all processes must run one program
+    assert shapes["blocks.0.mlp.fc1.weight"] == (128, 32)
+    assert shapes["patch_embed.proj.weight"] == (32, 3, 4, 4)
+    assert shapes["head.weight"] == (10, 32)
+    # Sides that are sharded are multiples of 3.
+    one_way = [
+        2 * 3 * 129 * 33,  # (128, 32), (128, 32), (32, 128); (32, 128), (96, 32), (96, 32)
+        3 * 48 * 33,  # (32, 48), (32, 32), (32, 32)
+        3 * 32 * 12,  # (10, 32)
+    ]
+    elements = sorted(node.meta["val"].numel() for node in exchanges)
+    assert elements == sorted(size // PROCESSES for size in [*one_way, *one_way])
+
+
+DOMAIN, WIDTH, PREFIX, PATCHES, IMAGES = 2, 32, 1, 8, 12
+
+
+@pytest.mark.parametrize("is_loop", [True, False])
+@pytest.mark.parametrize("form", ["ulysses", "ring"])
+def test_collectives_between_processes_that_share_images(form, is_loop):
+    """Of two groups, 12 images each, of which a process has 8 of 16 patches and the class token."""
+    flags = f"--mesh_domain {DOMAIN} --domain_attention {form} --class_token --global_pool token"
+    flags += "" if is_loop else " --no_grad_ckpt"
+    sent, calls = Counter(), Counter()
+    with fake_processes(4):
+        graph, _ = traced(*flags.split(), images=IMAGES, rows=8)
+        for node, times in nodes_that_run(graph):
+            kind = getattr(node.target, "__name__", "").partition(".")[0]
+            if kind in ("all_to_all_single", "rotate"):
+                elements = node.args[0].meta["val"].numel()
+                sent[kind, elements] += times
+            if kind == "all_to_all_single":
+                group = dist.distributed_c10d._resolve_process_group(node.args[3])
+                assert dist.get_process_group_ranks(group) == [0, 1]
+                assert node.args[1] == node.args[2] == [1] * DOMAIN
+            elif kind == "rotate":
+                assert list(node.args[1]) == [0, 1, 2, 3]
+                assert node.args[2] == DOMAIN
+            elif kind in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+                calls[node.args[-2]] += 1
+    assert calls.keys() == {4}  # parameters are sharded over all
+    forward = BLOCKS * (2 if is_loop else 1)  # computed again in the backward pass
+    if form == "ulysses":  # of queries, keys and values; of the output, and gradients of both
+        tokens = IMAGES * (PREFIX + PATCHES) * WIDTH
+        assert sent == {
+            ("all_to_all_single", 3 * tokens): forward + BLOCKS,
+            ("all_to_all_single", tokens): forward + BLOCKS,
+        }
+    else:  # keys and values go to the other process, and so do their gradients, and back
+        pair = 2 * IMAGES * PATCHES * WIDTH
+        assert sent == {("rotate", pair): (DOMAIN - 1) * forward + (2 * DOMAIN - 1) * BLOCKS}
+
+
 DIVIDED = (
     "attn.qkv.weight attn.qkv.bias attn.proj.weight mlp.fc1.weight mlp.fc1.bias mlp.fc2.weight"
 )
@@ -176,3 +247,30 @@ def test_all_processes_trace_the_same_graph(flags):
             graph, _ = traced(*flags.split(), "--mlp_dropout", "0.1")
             codes.add(code_of(graph))
     assert len(codes) == 1
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--matmul int8", "--matmul fp8 --grad_ckpt none", "--gather_dtype fp8"]
+)
+def test_bytes_of_gathered_matrices(flags):
+    """A byte a number, and a factor of four for each row, in place of two bytes a number; gradients
+    are reduced as without the flag."""
+    with fake_processes(PROCESSES):
+        graph, shapes = traced("--precision", "bf16", *flags.split())
+    found, is_flag_set = Counter(), bool(flags)
+    for node, times in nodes_that_run(graph):
+        kind = getattr(node.target, "__name__", "").partition(".")[0]
+        if kind == "all_gather_into_tensor":
+            found[kind] += times * node.meta["val"].nbytes
+        elif kind == "reduce_scatter_tensor":
+            assert node.args[0].meta["val"].dtype == torch.float32
+            found[kind] += times * node.args[0].meta["val"].numel()
+    expected = 0
+    for name, shape in shapes.items():
+        in_block, rows = name.startswith("blocks."), padded(torch.Size((shape[0], 1)))
+        recomputed = in_block and len(shape) > 1 and "none" not in flags
+        is_rounded = in_block and len(shape) > 1 and is_flag_set
+        size = padded(shape) + 4 * rows if is_rounded else 2 * padded(shape)
+        expected += size * (2 if recomputed else 1)
+    assert found["all_gather_into_tensor"] == expected
+    assert found["reduce_scatter_tensor"] == sum(map(padded, shapes.values()))

@@ -58,6 +58,28 @@ def test_another_shape_is_another_graph():
     assert len(graphs._graphs) == 2
 
 
+@pytest.mark.parametrize(("holds", "programs"), [(False, 2), (True, 3)])
+def test_what_is_traced_anew_is_compiled_once(holds, programs):
+    """With other tensors, unless the graph holds these; another computation is another program."""
+    compiled = []
+
+    class Counting(Cpu):
+        where = torch.device("meta" if holds else "cpu")  # of inputs; the graph holds all others
+
+        def compile_graph(self, graph, inputs, written):
+            compiled.append(graph)
+            return super().compile_graph(graph, inputs, written)
+
+    graphs = StepGraphs(Counting())
+    for value in (2.0, 3.0, 2.0):
+        other = torch.tensor([value])
+        graphs.forget()
+        assert graphs.run(lambda x, other=other: x * other, torch.ones(1)).item() == value
+    graphs.forget()
+    assert graphs.run(lambda x: x + other, torch.ones(1)).item() == 3
+    assert len(compiled) == programs
+
+
 def drops(module, graphs, number, x):
     """The entries that a module drops with this seed."""
 

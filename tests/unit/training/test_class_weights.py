@@ -9,6 +9,7 @@ from sklearn.metrics import balanced_accuracy_score, recall_score
 
 from data.batch import PADDING
 from tests.support.cli import TINY_MODEL
+from tests.support.measures import add_batch
 from tests.support.resolved import on_gpus
 from training.logs.by_class import ByClass
 from training.logs.records import BEST, Evaluation
@@ -138,8 +139,7 @@ def test_without_data_no_logit_is_adjusted():
 def evaluated(logits, labels, batch=8):
     measure = Accuracy(lambda batch: batch["image"], Host())
     for rows in torch.arange(len(labels)).split(batch):
-        values = measure.of_batch(lambda x: x, {"image": logits[rows], "target": labels[rows]})
-        measure.add({name: value.flatten().tolist() for name, value in values.items()})
+        add_batch(measure, lambda x: x, {"image": logits[rows], "target": labels[rows]})
     return measure.result()
 
 

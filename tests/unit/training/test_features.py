@@ -19,6 +19,7 @@ from models.config import ModelError
 from models.spec import ModelSpec
 from run_vit_training import CONFIGS, read_flags
 from tests.support.cli import TINY_MODEL
+from tests.support.measures import add_batch
 from tests.support.resolved import on_xla
 from training import feature_table
 from training.config import RunConfig
@@ -217,8 +218,7 @@ def test_mean_loss_leaves_out_padding():
     for function, means in ((alone, {}), (with_another, {"half": 2.0})):
         measure = MeanLoss(function, one_device)
         for number, index in ((0, [0, 1]), (1, [2, PADDING])):
-            values = measure.of_batch(number, {"index": torch.tensor(index)})
-            measure.add({name: value.tolist() for name, value in values.items()})
+            add_batch(measure, number, {"index": torch.tensor(index)})
         found = measure.result()
         assert found == Evaluation(4.0, images=3, means=means)
         assert found.values == {

@@ -1,7 +1,6 @@
 """The report on several labels an image: figures against scikit-learn, tables and the page."""
 
 import csv
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +16,7 @@ from sklearn.metrics import (
 )
 
 from data.batch import PADDING
+from tests.support.measures import add_batch
 from training.evaluation.label_report import gather_label_report
 from training.evaluation.report import write_report
 from training.objectives.multi_label import LabelRanking
@@ -31,11 +31,6 @@ class Host:
     """What the measure uses of a backend."""
 
     sum = staticmethod(torch.Tensor.contiguous)
-
-    def read_images(self, values):
-        future = Future()
-        future.set_result(dict(values))
-        return future
 
 
 class Split:
@@ -64,8 +59,7 @@ def reported(logits, target, backend=MAIN):
             "target": torch.cat([target[rows], torch.full((2, 4), PADDING)]),
             "index": torch.cat([rows, torch.full((2,), PADDING)]),
         }
-        values = measure.of_batch(lambda images: images, batch)
-        measure.add({name: value.tolist() for name, value in values.items()})
+        add_batch(measure, lambda images: images, batch)
     result = measure.result()
     return gather_label_report(measure, result, backend, Split(), NAMES), result
 
@@ -126,8 +120,7 @@ def test_processes_with_the_same_images_count_them_once(monkeypatch):
     monkeypatch.setattr("training.processes.exchange.rank", lambda: 1)
     measure = LabelRanking(lambda batch: batch["image"], Host())
     index = torch.arange(len(logits))
-    measure.of_batch(lambda x: x, {"image": logits, "target": target, "index": index})
-    measure.add({"totals": [0.0, 0.0]})
+    add_batch(measure, lambda x: x, {"image": logits, "target": target, "index": index})
     report = gather_label_report(measure, None, MAIN, Split(), NAMES)
     assert report.scores.images.tolist() == [0] * 4
     assert len(report.errors) == report.bins["images"].sum() == 0

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from timm.loss import BinaryCrossEntropy
 
 from data.batch import PADDING, class_counts
+from tests.support.measures import add_batch
 from training.logs.records import Evaluation, score
 from training.objectives.classify import smoothed
 from training.objectives.multi_label import (
@@ -84,11 +84,6 @@ class Host:
             dist.all_reduce(value)
         return value
 
-    def read_images(self, values):
-        future = Future()
-        future.set_result(dict(values))
-        return future
-
 
 def measured(rank, processes):
     """In batches of 8, of which each process has a part; the last one is padded."""
@@ -102,8 +97,7 @@ def measured(rank, processes):
             "target": torch.where(present[:, None], target[index.clamp(max=IMAGES - 1)], PADDING),
             "index": torch.where(present, index, PADDING),
         }
-        values = measure.of_batch(lambda images: images, batch)
-        measure.add({name: value.tolist() for name, value in values.items()})
+        add_batch(measure, lambda images: images, batch)
     return measure.result()
 
 

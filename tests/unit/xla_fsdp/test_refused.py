@@ -90,6 +90,28 @@ KERNELS = [
     ),
     (
         "xla",
+        "--matmul fp8 --precision bf16",
+        "--matmul fp8 requires --backend torchtpu: with xla use int8",
+    ),
+    ("cuda", "--matmul int8 --fsdp simple", "--matmul int8 requires --precision bf16, not fp32"),
+    (
+        "cuda",
+        "--matmul int8 --precision bf16",
+        "--matmul int8 requires --fsdp simple, not fsdp2",
+    ),
+    ("cuda", "--gather_dtype fp8", "--gather_dtype fp8 requires --fsdp simple, not fsdp2"),
+    (
+        "cuda",
+        "--fsdp simple --gather_dtype fp8 --zero_dp_strategy 0",
+        "--gather_dtype fp8 is incompatible with --zero_dp_strategy 0, which gathers nothing",
+    ),
+    (
+        "cuda",
+        "--fsdp simple --gather_dtype fp8 --matmul int8 --precision bf16",
+        "--gather_dtype fp8 is incompatible with --matmul int8: drop one of the two",
+    ),
+    (
+        "xla",
         "--matmul int8 --precision bf16 --no-scan_blocks",
         "--matmul int8 requires scanned blocks, which this run does not have (--no-scan_blocks)",
     ),
