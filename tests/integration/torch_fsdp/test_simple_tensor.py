@@ -115,6 +115,8 @@ REFUSED = {
     "timm/vit_dlittle_patch16_reg1_gap_256: its attention is timm's DiffAttention",
     "--zero_dp_strategy 0": "--mesh_tensor 2 with --fsdp simple is incompatible with "
     "--zero_dp_strategy 0: drop one of the two",
+    "--optimizer muon": "--mesh_tensor 2 with --fsdp simple is incompatible with "
+    "--optimizer muon: drop one of the two",
     "--fsdp fsdp2": "--mesh_tensor 2 requires --fsdp simple or --backend xla",
 }
 
