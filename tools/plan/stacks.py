@@ -112,7 +112,10 @@ class TorchTpu(Stack):
     torch: TorchConfig
 
     # With other values of --grad_ckpt blocks are no loop, and each takes the compiler minutes.
-    choices = Stack.choices | {"grad_ckpt": ("full",), "attention": ("plain", "whole", "flash")}
+    choices = Stack.choices | {
+        "grad_ckpt": ("full", "offload"),
+        "attention": ("plain", "whole", "flash"),
+    }
     program = program_of_launchers = ("launch/torchrun.sh",)
     launcher_flags = ("--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python")
 

@@ -16,7 +16,7 @@ SLICES = ("v5e:2x2", "v6e:2x2")
 FLAGS = (
     "--embed_dim 256 --num_blocks 2 --num_heads 4 --image_size 64 --patch_size 16 --batch_size 32 "
     f"--num_classes 128 --precision bf16 --tpu_topology {','.join(SLICES)} --grad_accum_steps 1 "
-    "--attention whole --mesh_domain 1 --mesh_tensor 1"
+    "--attention whole --grad_ckpt full --mesh_domain 1 --mesh_tensor 1"
 ).split()
 
 

@@ -52,7 +52,7 @@ def on(slice_, mesh=None, **chosen):
 def test_blocks_are_one_loop_unless_the_user_chooses_otherwise():
     request = asked(f"--model {VIT_L} --tpu_topology v5e:2x4")
     found = [*candidates(request.config, request.stack, MOST)]
-    assert {each.grad_ckpt for each in found} == {"full"}
+    assert {each.grad_ckpt for each in found} == {"full", "offload"}
     assert {each.attention for each in found} == {"plain", "whole", "flash"}
     request = asked(f"--model {VIT_L} --tpu_topology v5e:2x4 --grad_ckpt selective")
     (chosen,) = {each.grad_ckpt for each in candidates(request.config, request.stack, MOST)}
