@@ -165,19 +165,20 @@ def compile_only(flags: Flags) -> int:
     """``--compile_only``: compile the step for TPUs without having them."""
     from tools.compile_only import command, torchtpu
 
+    _check_tpu_backend(flags, "--compile_only")
     if flags.run.backend == "torchtpu":
-        check_foreign(flags.backend_configs, "torchtpu", flags.run.explicitly_set)
         return torchtpu.compile_step(_with_initial_model(flags.run), flags.torch, flags.xla)
-    _require_xla(flags, "--compile_only", "xla or torchtpu")
     return command.compile_step(_with_initial_model(flags.run), flags.xla)
 
 
 def plan(flags: Flags) -> int:
     """``--plan``: search for hardware and flags to train a model."""
+    from tools.plan.stacks import stack_of
     from tools.plan.tpu import plan_slices
 
-    _require_xla(flags, "--plan")
-    return plan_slices(_with_initial_model(flags.run), flags.xla, flags.plan)
+    _check_tpu_backend(flags, "--plan")
+    stack = stack_of(flags.run, flags.xla, flags.torch)
+    return plan_slices(_with_initial_model(flags.run), stack, flags.plan)
 
 
 def list_models(pattern: str) -> int:
@@ -206,10 +207,11 @@ def _with_initial_model(config: RunConfig) -> RunConfig:
     return take_over_described(config, find(name, "--init_from"), keeps_head=False)[0]
 
 
-def _require_xla(flags: Flags, mode: str, backends: str = "xla") -> None:
-    check_foreign(flags.backend_configs, "xla", flags.run.explicitly_set)
-    if flags.run.backend in ("cuda", "torchtpu"):
-        raise errors.UsageError(f"{mode} requires --backend {backends}, not {flags.run.backend}")
+def _check_tpu_backend(flags: Flags, mode: str) -> None:
+    if flags.run.backend == "cuda":
+        raise errors.UsageError(f"{mode} requires --backend xla or torchtpu, not cuda")
+    backend = "torchtpu" if flags.run.backend == "torchtpu" else "xla"
+    check_foreign(flags.backend_configs, backend, flags.run.explicitly_set)
 
 
 # -- on a backend ----------------------------------------------------------------------------------

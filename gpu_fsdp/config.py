@@ -28,11 +28,10 @@ class TorchConfig(Fsdp2Config):
     fsdp: Literal["auto", "megatron", "fsdp2", "simple"] = flag(
         "auto",
         "FSDP implementation; megatron: NVIDIA's Megatron-FSDP; fsdp2: PyTorch's FSDP2; simple: "
-        "SimpleFSDP, which with --compile runs each training step as one program (experimental: "
-        "not yet run on a TPU); auto: "
-        "the one that a flag requires; else megatron on GPUs if a pass keeps them busy for more "
-        "than twice the host's time, by its FLOPs, without --objective dino and --teacher; else "
-        "fsdp2",
+        "SimpleFSDP, which with --compile runs each training step as one program (not yet run on a "
+        "TPU); auto: the one that a flag requires; else with TorchTPU simple, if it supports all "
+        "flags; else megatron on GPUs if a pass keeps them busy for more than twice the host's "
+        "time, by its FLOPs, without --objective dino and --teacher; else fsdp2",
     )
     meta_init: bool | None = flag(
         None,

@@ -18,14 +18,14 @@ from torch_fsdp import devices, resolve_torch
 from torch_fsdp.config import Fsdp2Config
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import FsdpImplementation, TimmBlocks, TorchRun
-from torch_fsdp.resolve_torch import FSDP2, SIMPLE
+from torch_fsdp.resolve_torch import FSDP2, SIMPLE, OnlyFsdp2
 from training.config import RunConfig
 from training.errors import UsageError
 from training.flags import by_field
 from training.mesh import Mesh
 from training.objectives.distillation_config import DistillationConfig
 
-_Fsdp = Literal["megatron", "fsdp2"]
+_Fsdp = Literal["megatron", "fsdp2", "simple"]
 
 
 def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
@@ -33,31 +33,44 @@ def resolve(config: RunConfig, backend_config: TorchConfig) -> TorchRun:
 
     Raises UsageError.
     """
-    if backend_config.fsdp == "auto":
-        device = devices.choose(config.backend)
-        required = _required_fsdp(config, backend_config, device)
-        run = _resolve(config, replace(backend_config, fsdp=required or "fsdp2"))
-        if required or not (why := _why_megatron(run, device)):
-            return run
-        run = _resolve(config, replace(backend_config, fsdp="megatron"))
-        return replace(run, why={**run.why, "fsdp": why})
-    return _resolve(config, backend_config)
+    if backend_config.fsdp != "auto":
+        return _resolve(config, backend_config)
+    device = devices.choose(config.backend)
+
+    def resolved(fsdp: _Fsdp, why: str = "") -> TorchRun:
+        run = _resolve(config, replace(backend_config, fsdp=fsdp))
+        return replace(run, why={**run.why, "fsdp": why}) if why else run
+
+    if required := _required_fsdp(config, backend_config, device):
+        return resolved(required)
+    if device.compiles_all:  # where a step of one program is the fastest
+        if backend_config.compile is False:
+            return resolved("fsdp2", " (not SimpleFSDP: --no-compile)")
+        try:
+            return resolved("simple")
+        except OnlyFsdp2 as error:
+            return resolved("fsdp2", f" (not SimpleFSDP: {error.what})")
+    run = resolved("fsdp2")
+    if why := _why_megatron(run, device):
+        return resolved("megatron", why)
+    return run
 
 
 def _required_fsdp(config: RunConfig, backend_config: TorchConfig, device: Device) -> _Fsdp | None:
-    """Return the ``--fsdp`` that the device or a flag requires; None if both can run."""
+    """Return the ``--fsdp`` that the device or a flag requires; None if several can run."""
     # The first two require FSDP2. With a teacher, Megatron-FSDP was tested only on the CPU.
-    if (
-        config.sharding.mesh_domain > 1
-        or config.optimizer.linear_probe
-        or config.of(DistillationConfig).teacher is not None
-        or config.objective.has_teacher
-        or config.sharding.precision == "fp16"
-        or not isinstance(device, devices.Cuda)
-    ):
-        return "fsdp2"
-    if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
-        return "megatron"
+    if not device.compiles_all:
+        if (
+            config.sharding.mesh_domain > 1
+            or config.optimizer.linear_probe
+            or config.of(DistillationConfig).teacher is not None
+            or config.objective.has_teacher
+            or config.sharding.precision == "fp16"
+            or not isinstance(device, devices.Cuda)
+        ):
+            return "fsdp2"
+        if backend_config.zero_dp_strategy == 1 or backend_config.meta_init is False:
+            return "megatron"
     for option in by_field(TorchConfig).values():
         if getattr(backend_config, option.field.name) != option.field.default:
             for fsdp in get_args(_Fsdp):
@@ -73,16 +86,16 @@ _SHARE_OF_PEAK = 0.45
 """The share of its peak FLOP/s that a GPU reaches on ViT-L (docs/evidence/benchmarks.md)."""
 
 
-def _why_megatron(run: TorchRun, device: Device) -> str | None:
+def _why_megatron(run: TorchRun, device: Device) -> str:
     """Return why Megatron-FSDP is as fast as FSDP2 or faster: a pass takes the GPU more than twice
-    as long as the host, by the FLOPs. None if it does not, or the GPU's speed is unknown."""
+    as long as the host, by the FLOPs. "" if it does not, or the GPU's speed is unknown."""
     if not (peak := device.peak_flops(run.plan.products)):
-        return None
+        return ""
     images = run.config.data.global_micro_batch_size / run.mesh.batch_shards
     device_s = images * run.train_flops_per_image / (_SHARE_OF_PEAK * peak)
     host_s = run.model.sizes.depth * _HOST_SECONDS
     if device_s <= 2 * host_s:
-        return None
+        return ""
     return f" (by FLOPs a pass takes {device_s * 1e3:,.0f} ms, the host {host_s * 1e3:,.0f})"
 
 

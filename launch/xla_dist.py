@@ -267,9 +267,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "value from this program's environment: use it for passwords and tokens, because other "
         "users can read a command line. Values are sent over ssh's stdin. Set by default: "
         f"PJRT_DEVICE=TPU; STEP_TIMEOUT_S={STEP_TIMEOUT_SECONDS}, which ends a program that "
-        "hangs (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, 1, ...); NODE_RANK, MASTER_ADDR "
-        "and, with one slice, NNODES, NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for "
-        "launch/torchrun.sh; with several slices MEGASCALE_COORDINATOR_ADDRESS, "
+        "hangs (0: off); RUN_JOB_ID and RUN_ATTEMPT (0, 1, ...); NNODES, NODE_RANK, MASTER_ADDR "
+        "and, of the worker's slice, NODE_ADDRESSES and TORCH_TPU_TOPOLOGY, for "
+        "launch/torchrun.sh; with several slices also MEGASCALE_COORDINATOR_ADDRESS, "
         "MEGASCALE_PORT, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID, for libtpu",
     )
     add(
@@ -340,14 +340,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for word in command:
         if "://BUCKET" in word:  # in the command lines of --plan; names of buckets are lower-case
             raise UsageError(f"{word}: write the name of your bucket in place of BUCKET")
-    if "--backend torchtpu" in " ".join(command).replace("=", " "):
-        if Path(command[0]).name.startswith("python"):
-            raise UsageError(
-                "--backend torchtpu needs one process per device: run launch/torchrun.sh instead "
-                "of python3 run_vit_training.py"
-            )
-        if len(args.tpu) > 1:
-            raise UsageError("--backend torchtpu supports a single slice: pass one name to --tpu")
+    is_torchtpu = "--backend torchtpu" in " ".join(command).replace("=", " ")
+    if is_torchtpu and Path(command[0]).name.startswith("python"):
+        raise UsageError(
+            "--backend torchtpu needs one process per device: run launch/torchrun.sh instead of "
+            "python3 run_vit_training.py"
+        )
 
     # What comes with --elastic.
     given = {word.partition("=")[0] for word in options}
@@ -428,20 +426,18 @@ def workers_of(
         in_slice = len(slice_.addresses)
         for number in range(in_slice):
             index, place = args.tpu.index(slice_.name) * in_slice + number, ""
-            variables = shared | {"MASTER_ADDR": slices[0].addresses[0]}
-            if len(args.tpu) == 1:  # what launch/torchrun.sh reads
-                variables |= {
-                    "NNODES": str(in_slice),
-                    "NODE_ADDRESSES": ",".join(slice_.addresses),
-                    "NODE_RANK": str(number),
-                }
-                if slice_.topology:  # 4x4 or 4x4x4
-                    sides = [*slice_.topology.split("x"), "1"][:3]
-                    variables["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
-            else:  # by which libtpu and the program find the other slices
+            variables = shared | {  # what launch/torchrun.sh reads
+                "MASTER_ADDR": slices[0].addresses[0],
+                "NNODES": str(len(slices) * in_slice),
+                "NODE_ADDRESSES": ",".join(slice_.addresses),
+                "NODE_RANK": str(slice_id * in_slice + number),
+            }
+            if slice_.topology:  # 4x4 or 4x4x4
+                sides = [*slice_.topology.split("x"), "1"][:3]
+                variables["TORCH_TPU_TOPOLOGY"] = ",".join(sides)
+            if len(args.tpu) > 1:  # by which libtpu and the program find the other slices
                 place = f" (worker {number} of {slice_.name})"
                 variables |= {
-                    "NODE_RANK": str(slice_id * len(slices[0].addresses) + number),
                     "MEGASCALE_COORDINATOR_ADDRESS": slices[0].addresses[0],
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
                     "MEGASCALE_NUM_SLICES": str(len(slices)),

@@ -3,7 +3,7 @@ its parameters, and whether TransformerEngine's layer or FP8 products may take t
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -253,6 +253,12 @@ def logical_axes(block: nn.Module) -> dict[str, tuple[str, ...]]:
         return {}
     known = _LOGICAL_AXES | (_GATED if isinstance(block.mlp, GluMlp) else {})
     return {name: known[name] for name, _ in block.named_parameters()}
+
+
+def packed_parts(dimensions: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return the parameters whose logical axes are folded into one, (parts * rows, ...), with their
+    parts."""
+    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}
 
 
 def why_no_tensor_parallel(block: nn.Module) -> str | None:

@@ -19,8 +19,9 @@ class TokenPart:
     register tokens are in every part. ``sum`` and ``largest`` return the sum and the maximum over
     all parts of a tensor that each of them has, and pass gradients back to all of them."""
 
-    first: int
-    """The number of the first patch that is here."""
+    first: int | torch.Tensor
+    """The number of the first patch that is here. In a tensor, int64 (1,), where the parts run one
+    program: then each of them has as many patches, and all learned positions."""
     patches: int
     """How many patches are here."""
     of: int
@@ -28,24 +29,38 @@ class TokenPart:
     sum: Reduce
     largest: Reduce
 
+    def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the entries of the patches here of ``x``, which has one for each patch along a
+        dimension."""
+        if isinstance(self.first, int):
+            return x.narrow(dim, self.first, self.patches)
+        parts = x.unflatten(dim, (-1, self.patches))
+        return parts.index_select(dim, self.first // self.patches).squeeze(dim)
+
 
 class PartOfPositions(nn.Module):
     """The entries of a learned position embedding for a part of the tokens. The part with the first
     patch has those of class and register tokens, which come first, and sends them to the others in
-    each forward pass."""
+    each forward pass. Where ``TokenPart.first`` is a tensor, this has the entries of all tokens."""
 
     def __init__(self, whole: torch.Tensor, prefix: int, part: TokenPart) -> None:
         """Copy the entries for ``part`` from ``whole``, (1, prefix + patches, width)."""
         super().__init__()
         self._prefix, self._part = prefix, part
-        self.first = prefix + part.first if part.first else 0
+        self.first, end = 0, whole.shape[1]
         """The number of the first entry that is here."""
-        values = whole.detach()[:, self.first : prefix + part.first + part.patches].clone()
+        if isinstance(part.first, int):
+            self.first = prefix + part.first if part.first else 0
+            end = prefix + part.first + part.patches
+        values = whole.detach()[:, self.first : end].clone()
         self.values = nn.Parameter(values, requires_grad=whole.requires_grad)
 
     def forward(self) -> torch.Tensor:
         """Return the entries of all tokens that are here, (1, prefix + patches, width): a copy, as
         FSDP frees a module's parameters when its forward pass is over."""
+        if not isinstance(self._part.first, int):
+            prefix, patches = self.values.tensor_split([self._prefix], 1)
+            return torch.cat([prefix, self._part.own(patches, 1)], dim=1)
         if not self._prefix:
             return self.values.clone()
         held = self._prefix if self.first == 0 else 0

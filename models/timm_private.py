@@ -329,8 +329,7 @@ def compute_on_part(
         if not isinstance(embedded, tuple):
             return embedded
         x, rope = embedded
-        here = slice(part.first, part.first + part.patches)
-        return x, None if rope is None else rope[..., here, :]
+        return x, None if rope is None else part.own(rope, rope.dim() - 2)
 
     def pool_all(x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         if model.attn_pool is not None:  # its attention sees all tokens, as in blocks

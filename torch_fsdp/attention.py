@@ -6,10 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from models.blocks import Attend, attentions, use_attend
+from models.blocks import Attend, Product, attentions, use_attend
 from torch_fsdp import torch_tpu_private
 from tpu_attention import flash, whole
 from tpu_attention.kernels import Calls, FlashSizes, Kernel, WholeSizes
@@ -65,6 +66,24 @@ _ATTEND: dict[str, Attend] = {
     "whole": functools.partial(whole.attend, calls=TpuCalls()),
     "flash": functools.partial(flash.attend, calls=TpuCalls()),
 }
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return ((q * q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
+
+
+_PRODUCTS: dict[str, Product] = {
+    "sdpa": F.scaled_dot_product_attention,
+    "plain": _plain,
+    "whole": functools.partial(whole.attention, calls=TpuCalls()),
+    "flash": functools.partial(flash.attention, calls=TpuCalls()),
+}
+
+
+def product_of(form: str) -> Product:
+    """Return the function of queries, keys and values, (batch, heads, tokens, width), that computes
+    attention as ``--attention`` says."""
+    return _PRODUCTS[form]
 
 
 def use_attention(block: nn.Module, form: str) -> None:

@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_fsdp import torch_tpu_private
 from torch_fsdp.profiler import TorchProfiler
@@ -77,10 +78,18 @@ class Device:
         """Return the number on this host; None if any number of processes can share it."""
         return None
 
+    def slices(self) -> int | None:
+        """Return on how many TPU slices this job runs; None if the device is no TPU."""
+        return None
+
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the ranks of all processes as a mesh whose last axes communicate most. A
         collective call."""
         return torch.arange(math.prod(shape)).view(shape)
+
+    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of these ranks and axes. A collective call."""
+        return DeviceMesh(self.where.type, ranks, mesh_dim_names=names)
 
     def lacks(self, precision: str) -> str | None:
         """Return the error message if this process cannot compute in "fp32", "bf16", "fp16" or
@@ -119,6 +128,10 @@ class Device:
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors, in a graph in a way that its compiler does not see through."""
         return tensors
+
+    def moved_to(self, memory: Literal["pinned_host", "device"], x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in the host's memory or back on the device, in a graph."""
+        return x
 
     def scan(
         self,
@@ -324,6 +337,9 @@ class Tpu(Device):
     def count(self) -> int | None:
         return torch_tpu_private.tpus_of_host() or 0
 
+    def slices(self) -> int | None:
+        return int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)  # of a launcher, or GKE's
+
     def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
         """By the places of the devices in their slice, and slices along the first axis."""
         if math.prod(shape) == 1 or "coords" not in torch_tpu_private.device_attributes():
@@ -354,6 +370,9 @@ class Tpu(Device):
 
     def barrier(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return torch_tpu_private.barrier(tensors)
+
+    def moved_to(self, memory: Literal["pinned_host", "device"], x: torch.Tensor) -> torch.Tensor:
+        return torch_tpu_private.moved_to(memory, x)
 
     def scan(
         self,

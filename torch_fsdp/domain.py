@@ -2,6 +2,9 @@
 
 Attention must see the tokens of all processes that share the image (ring or Ulysses attention).
 Each process loads only its own rows, or whole images whose rows it sends to the others.
+
+A whole step can be traced (``step_graph.py``): its collectives are functional, and what differs
+between processes is no constant of the graph.
 """
 
 import functools
@@ -15,11 +18,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from data.batch import BadImage, Batch, Fields
 from data.loader import BatchLoader
-from models.blocks import attentions, combine_parts, use_product
+from models.blocks import Product, attentions, combine_parts, use_product
+from models.positions import TokenPart
+from torch_fsdp import torch_tpu_private
+from torch_fsdp.attention import TpuCalls, product_of
+from torch_fsdp.devices import Device
+from torch_fsdp.parallel_plan import OUTER, SHARD, TorchPlan, TorchRun
+from tpu_attention.flash import FlashProducts
+from tpu_attention.kernels import Calls
 from training.resolve import Run
+
+DOMAIN = "domain"
+"""The mesh axis that shards the rows of an image."""
+_c10d = torch.ops._c10d_functional
 
 # ------------------------------------------------------------------------------------------------
 # The processes that share an image, and their collectives, which pass gradients back.
@@ -37,10 +53,29 @@ class DomainGroup:
     index: int
     patches: tuple[int, ...]
     """How many patches of each image each of them has."""
+    rings: tuple[int, ...]
+    """The ranks of all such groups, one after the other."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, run: TorchRun) -> "DomainGroup":
+        """Return this process's group along the axis DOMAIN, the last one of ``mesh``."""
+        rows, *other_sides = run.model.sizes.grid
+        counts = (len(run.mesh.rows_of(rows, place)) for place in range(run.mesh.domain))
+        return cls(
+            mesh.get_group(DOMAIN),
+            index=mesh.get_local_rank(DOMAIN),
+            patches=tuple(count * math.prod(other_sides) for count in counts),
+            rings=tuple(mesh.mesh.flatten().tolist()),
+        )
 
     @property
     def size(self) -> int:
         return len(self.patches)
+
+    @property
+    def first(self) -> int:
+        """The number of the first patch that this process has."""
+        return sum(self.patches[: self.index])
 
     def rotate(self, x: Tensor, step: int) -> Callable[[], Tensor]:
         """Start to send ``x``, (batch, heads, patches, width), to the next process.
@@ -48,6 +83,9 @@ class DomainGroup:
         Returns a function that waits for what the process before sends: what belongs, in a ring's
         ``step``, to the one ``step`` places before this one. It has no gradient.
         """
+        if get_proxy_mode() is not None:
+            received = torch.ops.vit.rotate(x.contiguous(), self.rings, self.size)
+            return lambda: received
         batch, heads, _, width = x.shape
         patches = self.patches[(self.index - step) % self.size]
         sent, received = x.contiguous(), x.new_empty(batch, heads, patches, width)
@@ -65,14 +103,56 @@ class DomainGroup:
         return wait
 
 
+def make_meshes(run: TorchRun, device: Device) -> tuple[DeviceMesh, DeviceMesh, DomainGroup | None]:
+    """Return the mesh (OUTER, SHARD) of parameters, that of images, and this process's group; a
+    collective call.
+
+    Processes that share an image also shard parameters: the axis SHARD has them, and those of
+    tensor parallelism. The mesh of images has an axis DOMAIN for them, if there are any, else it is
+    the same. Parts of the batch may be assigned to processes in any order, but those that share
+    images have consecutive ranks.
+    """
+    mesh = run.mesh
+    shape = (mesh.dcn, mesh.devices // mesh.dcn) if run.plan.zero else (mesh.devices, 1)
+    in_order = torch.arange(mesh.devices).view(shape)
+    ranks = device.arrange(shape) if mesh.fsdp * mesh.dcn == mesh.devices else in_order
+    of_parameters = device.mesh(ranks, (OUTER, SHARD))
+    if mesh.domain == 1:
+        return of_parameters, of_parameters, None
+    by_image = in_order.view(mesh.dcn, mesh.fsdp, mesh.domain)
+    of_images = device.mesh(by_image, (OUTER, SHARD, DOMAIN))
+    return of_parameters, of_images, DomainGroup.of(of_images, run)
+
+
+@torch.library.custom_op("vit::rotate", mutates_args=())
+def rotate(x: Tensor, rings: Sequence[int], size: int) -> Tensor:
+    """Send ``x`` to the next process of a ring of ``size``, and return what the one before sends;
+    ``rings`` are the ranks of all of them, one after the other. So it is the same call in all
+    processes, which the send and the receive are not."""
+    pairs = [(rank, rings[i - i % size + (i + 1) % size]) for i, rank in enumerate(rings)]
+    if x.device.type == "tpu":
+        return torch_tpu_private.collective_permute(x, pairs)
+    rank, received = dist.get_rank(), torch.empty_like(x)
+    ((_, after),), ((before, _),) = (
+        [pair for pair in pairs if pair[end] == rank] for end in (0, 1)
+    )
+    send, receive = dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, received, before)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return received
+
+
+@rotate.register_fake
+def _(x: Tensor, rings: Sequence[int], size: int) -> Tensor:
+    return torch.empty_like(x)
+
+
 # PyTorch's own collectives with gradients, torch.distributed.nn.functional, are deprecated in 2.14,
 # for names that are private.
 
 
-def _reduced(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    result = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op, group)
-    return result
+def _reduced(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group.group_name))
 
 
 class SumOver(torch.autograd.Function):
@@ -93,7 +173,7 @@ class LargestOver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        largest = _reduced(x, group, dist.ReduceOp.MAX)
+        largest = _reduced(x, group, "max")
         ctx.group = group
         ctx.save_for_backward(x == largest)
         return largest
@@ -111,9 +191,8 @@ class _AllToAll(torch.autograd.Function):
         ctx, sent: Tensor, sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.sizes, ctx.received_sizes, ctx.group = sizes, received_sizes, group
-        received = sent.new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, sent, received_sizes, sizes, group)
-        return received
+        name = group.group_name
+        return _c10d.wait_tensor(_c10d.all_to_all_single(sent, received_sizes, sizes, name))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -125,6 +204,9 @@ def all_to_all(
     parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> list[Tensor]:
     """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
+    if len({tuple(shape) for shape in (*shapes, *(part.shape for part in parts))}) == 1:
+        ones = [1] * len(parts)  # as they are: a TPU would lay them out anew to flatten them
+        return list(_AllToAll.apply(torch.stack(list(parts)), ones, ones, group).unbind())
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = _AllToAll.apply(sent, [part.numel() for part in parts], sizes, group)
@@ -138,7 +220,8 @@ def all_to_all(
 # ``attend`` returns each query's output over these keys alone, and the logarithm of its sum of
 # exponentials. ``attend_backward`` is given that of all keys, and returns these keys' share of the
 # gradients (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). Both use PyTorch's own flash
-# kernels where the device has them, else plain products of some queries at a time.
+# kernels where the device has them, else plain products of some queries at a time; ``PartProducts``
+# are these two, or the same by the kernels of ``tpu_attention``.
 
 _aten: Any = torch.ops.aten
 _WIDEST_HEAD = 256
@@ -200,6 +283,28 @@ def attend_backward(
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
+@dataclass(frozen=True)
+class PartProducts:
+    """What computes attention to a part of the keys, and its gradients, as the functions here."""
+
+    attend: Callable[..., tuple[Tensor, Tensor]] = attend
+    backward: Callable[..., Sequence[Tensor]] = attend_backward
+
+    @classmethod
+    def by_flash(cls, calls: Calls) -> "PartProducts":
+        """Return those by the kernels of ``--attention flash``."""
+        flash = FlashProducts(calls)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+            return flash.forward(q, k, v, None, scale)
+
+        def backward(grad, q, k, v, output, statistics, scale: float) -> Sequence[Tensor]:
+            inner = (output.float() * grad.float()).sum(-1)
+            return flash.backward(q, k, v, statistics, grad, inner, None, scale)
+
+        return cls(attend, backward)
+
+
 def _kernels(q: Tensor, v: Tensor) -> str | None:
     """Return which of PyTorch's flash kernels can be used, "cpu" or "cuda"; None: none."""
     if q.shape[-1] != v.shape[-1]:
@@ -219,23 +324,32 @@ def _kernels(q: Tensor, v: Tensor) -> str | None:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, prefix: int, scale: float, group: DomainGroup
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: int,
+    scale: float,
+    group: DomainGroup,
+    products: PartProducts | None = None,
 ) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width); the first ``prefix`` keys are those of class and
-    register tokens, the same in all processes: each uses its own.
+    register tokens, the same in all processes: each uses its own. ``products``: by default those
+    of PyTorch.
     """
     width = v.shape[-1]
     if v.is_cuda and q.shape[-1] == width:  # PyTorch's kernels there are for some widths only
         missing = -width % _WIDTH_MULTIPLE
         q, k, v = (F.pad(x, (0, missing)) if missing else x for x in (q, k, v))
-    return _Ring.apply(q, k, v, prefix, scale, group)[..., :width]
+    return _Ring.apply(q, k, v, prefix, scale, group, products or PartProducts())[..., :width]
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, prefix: int, scale: float, group: DomainGroup):
+    def forward(
+        ctx, q, k, v, prefix: int, scale: float, group: DomainGroup, products: PartProducts
+    ):
         # Keys and values of the patches are sent in one tensor.
         sent = torch.cat([k[:, :, prefix:], v[:, :, prefix:]], dim=-1)
         keys, values = k, v  # in the first step with the prefix
@@ -243,7 +357,7 @@ class _Ring(torch.autograd.Function):
         statistics: Any = None
         for step in range(1, group.size + 1):
             receive = group.rotate(sent, step) if step < group.size else None
-            part, total = attend(q, keys, values, scale)
+            part, total = products.attend(q, keys, values, scale)
             if output is None:
                 output, statistics = part.float(), total
             else:
@@ -253,7 +367,7 @@ class _Ring(torch.autograd.Function):
                 keys, values = _split(sent, k.shape[-1])
         output = output.to(v.dtype)
         ctx.save_for_backward(q, k, v, output, statistics)
-        ctx.prefix, ctx.scale, ctx.group = prefix, scale, group
+        ctx.prefix, ctx.scale, ctx.group, ctx.products = prefix, scale, group, products
         return output
 
     @staticmethod
@@ -267,7 +381,7 @@ class _Ring(torch.autograd.Function):
         prefix_grads: list[Tensor] = []
         for step in range(1, group.size + 1):
             receive = group.rotate(sent, step) if step < group.size else None
-            part_q, part_k, part_v = attend_backward(
+            part_q, part_k, part_v = ctx.products.backward(
                 grad, q, keys, values, output, statistics, ctx.scale
             )
             grad_q += part_q
@@ -288,7 +402,7 @@ class _Ring(torch.autograd.Function):
                 prefix_grads, _split(receive_grads(), width), strict=True
             )
         )
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
 def _split(joined: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -304,69 +418,81 @@ def _split(joined: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    prefix: tuple[int, int],
-    scale: float,
-    group: DomainGroup,
+    q: Tensor, k: Tensor, v: Tensor, prefix: tuple[int, int], group: DomainGroup, product: Product
 ) -> Tensor:
     """Compute attention of this process's queries to the keys of all processes of ``group``.
 
     Each tensor is (batch, heads, tokens, width). ``prefix``: how many of the queries, and of the
-    keys, come first that are the same in all processes.
+    keys, come first that are the same in all processes. ``product`` computes attention of some
+    heads of all tokens.
     """
     first, before = prefix
-    exchange = functools.partial(all_to_all, group=group.group)
-    heads = k.shape[1] // group.size
-    own_heads = slice(group.index * heads, (group.index + 1) * heads)
-    # Of all heads of the patches here to some heads of all patches.
-    patches, widths = [k[:, :, before:], v[:, :, before:]], [k.shape[-1], v.shape[-1]]
-    if first < q.shape[2]:  # else there are learned queries only
-        patches.insert(0, q[:, :, first:])
-        widths.insert(0, q.shape[-1])
-    joined = torch.cat(patches, dim=-1)
-    batch, width = len(joined), joined.shape[-1]
-    shapes = [(batch, heads, count, width) for count in group.patches]
-    received = torch.cat(exchange(joined.split(heads, dim=1), shapes), dim=2)
-    *patch_queries, keys, values = received.split(widths, dim=-1)
-
-    keys = torch.cat([k[:, own_heads, :before], keys], dim=2)
-    values = torch.cat([v[:, own_heads, :before], values], dim=2)
-    queries = torch.cat([q[:, own_heads, :first], *patch_queries], dim=2)
-    attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-
-    output = []
-    if first:
-        part = attended[:, :, :first]
-        parts = exchange([part] * group.size, [part.shape] * group.size)
-        output.append(torch.cat(parts, dim=1))
-    if patch_queries:  # and back
-        shape = (batch, heads, group.patches[group.index], attended.shape[-1])
-        parts = exchange(attended[:, :, first:].split(group.patches, dim=2), [shape] * group.size)
-        output.append(torch.cat(parts, dim=1))
-    return torch.cat(output, dim=2)
+    if first < q.shape[2]:
+        queries, keys, values = _some_heads([q, k, v], before, group)
+    else:  # learned queries only
+        (queries,) = _some_heads([q], first, group)
+        keys, values = _some_heads([k, v], before, group)
+    attended = product(queries, keys, values).transpose(1, 2)
+    here, parts = attended[:, :first], [attended[:, first:]]
+    if first < q.shape[2]:
+        parts = list(parts[0].split(group.patches, dim=1))
+    sent = [torch.cat([here, part], dim=1).flatten(2) for part in parts]
+    sent *= group.size // len(sent)
+    received = all_to_all(sent, [sent[group.index].shape] * group.size, group.group)
+    return torch.cat(received, dim=2).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
 
 
-def attend_over_processes(model: nn.Module, form: str, group: DomainGroup) -> None:
-    """Let every attention in ``model``, which is given a part of the tokens, see all of them.
+def _some_heads(tensors: Sequence[Tensor], prefix: int, group: DomainGroup) -> list[Tensor]:
+    """Return this process's heads of all tokens, (batch, heads, tokens, width), of tensors with all
+    heads of the tokens here, of which the first ``prefix`` are the same in all processes.
 
-    ``form`` is "ring" or "ulysses".
+    Those are taken from the first process: then the graph does not depend on which process it is.
     """
+    batch, _, tokens, _ = tensors[0].shape
+    # (batch, tokens, processes, heads x width), side by side
+    columns = [x.transpose(1, 2).unflatten(2, (group.size, -1)).flatten(3) for x in tensors]
+    widths = [x.shape[-1] for x in columns]
+    counts = [count if tokens > prefix else 0 for count in group.patches]
+    shapes = [(batch, prefix + count, sum(widths)) for count in counts]
+    received = all_to_all(torch.cat(columns, dim=-1).unbind(2), shapes, group.group)
+    whole = torch.cat([received[0], *(part[:, prefix:] for part in received[1:])], dim=1)
+    return [
+        part.unflatten(2, (x.shape[1] // group.size, -1)).transpose(1, 2)
+        for part, x in zip(whole.split(widths, dim=-1), tensors, strict=True)
+    ]
+
+
+def attend_over_processes(model: nn.Module, plan: TorchPlan, group: DomainGroup) -> None:
+    """Let every attention in ``model``, which is given a part of the tokens, see all of them."""
+    ring = plan.domain_attention == "ring"
 
     def product(own_queries: bool, q, k, v) -> Tensor:
         scale, before = q.shape[-1] ** -0.5, k.shape[2] - group.patches[group.index]
-        first = q.shape[2] if own_queries else before
         q, k = q.to(v.dtype), k.to(v.dtype)
-        if form == "ring":
-            return ring_attention(q, k, v, before, scale, group)
-        return ulysses_attention(q, k, v, (first, before), scale, group)
+        # Kernels are for as many queries as keys.
+        form = "sdpa" if own_queries else plan.attention
+        if ring:
+            parts = PartProducts.by_flash(TpuCalls()) if form == "flash" else None
+            return ring_attention(q, k, v, before, scale, group, parts)
+        first = q.shape[2] if own_queries else before
+        return ulysses_attention(q, k, v, (first, before), group, product_of(form))
 
     for attention in attentions(model):
         own_queries = isinstance(attention, AttentionPoolLatent)  # instead of the tokens'
         use_product(attention, functools.partial(product, own_queries))
         # torch.compile supports neither the exchange between processes nor the mode around it.
         attention.forward = torch.compiler.disable(attention.forward)
+
+
+def token_part(group: DomainGroup, first: int | Tensor) -> TokenPart:
+    """Return which tokens this process has, for the model; ``first`` as of ``TokenPart``."""
+    return TokenPart(
+        first=first,
+        patches=group.patches[group.index],
+        of=sum(group.patches),
+        sum=lambda x: SumOver.apply(x, group.group),
+        largest=lambda x: LargestOver.apply(x, group.group),
+    )
 
 
 # ------------------------------------------------------------------------------------------------

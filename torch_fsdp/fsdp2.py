@@ -3,8 +3,6 @@
 (Megatron-FSDP is in ``gpu_fsdp/megatron.py``.)
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,10 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.initialize import cast_buffers
-from models.positions import PartOfPositions, TokenPart
+from models.positions import PartOfPositions
 from models.spec import Units
 from torch_fsdp.devices import Device
-from torch_fsdp.domain import DomainGroup, LargestOver, SumOver, attend_over_processes
+from torch_fsdp.domain import DomainGroup, attend_over_processes, make_meshes, token_part
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun, parallelize_block, sharded_dim
 from torch_fsdp.torch_backend import TorchBackend
 from torch_fsdp.varlen import use_varlen
@@ -30,36 +28,12 @@ from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor
 
-DOMAIN = "domain"
-"""The mesh axis that shards the rows of an image."""
-
 
 class Fsdp2Backend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        mesh, kind = run.mesh, device.where.type
-        # The axis "fsdp" of _mesh includes "domain": processes that share an image also shard
-        # parameters. In _image_mesh "domain" is a separate axis. Parts of the batch may be assigned
-        # to processes in any order, but those that share an image have consecutive ranks.
-        shape = (mesh.dcn, mesh.fsdp * mesh.domain) if self._zero else (mesh.devices, 1)
-        ranks = torch.arange(mesh.devices).view(shape)
-        if mesh.domain == 1:
-            ranks = device.arrange(shape)
-        self._mesh = self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD))
+        self._mesh, self._image_mesh, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
-        self._domain: DomainGroup | None = None
-        if mesh.domain > 1:
-            ranks = ranks.view(mesh.dcn, mesh.fsdp, mesh.domain)
-            self._image_mesh = DeviceMesh(kind, ranks, mesh_dim_names=(OUTER, SHARD, DOMAIN))
-            rows, *other_sides = run.model.sizes.grid
-            self._domain = DomainGroup(
-                self._image_mesh.get_group(DOMAIN),
-                index=self._image_mesh.get_local_rank(DOMAIN),
-                patches=tuple(
-                    len(mesh.rows_of(rows, place)) * math.prod(other_sides)
-                    for place in range(mesh.domain)
-                ),
-            )
         self._positions: dict[str, PartOfPositions] = {}
         """Position embeddings that are split over the processes that share an image."""
         self._form = "FSDP2 as data parallel (no sharding)"
@@ -81,8 +55,8 @@ class Fsdp2Backend(TorchBackend):
         run, plan, device = self._run, self._plan, self._device
 
         # Domain parallelism: attention sees the tokens of all processes that share an image.
-        if self._domain and plan.domain_attention:
-            attend_over_processes(model, plan.domain_attention, self._domain)
+        if self._domain:
+            attend_over_processes(model, plan, self._domain)
 
         # Sequences of several images: variable-length attention kernels.
         if plan.varlen:
@@ -147,15 +121,7 @@ class Fsdp2Backend(TorchBackend):
         FSDP averages these gradients over dcn x fsdp, but all others over dcn x fsdp x domain, so
         divide these by the size of domain.
         """
-        first, count = sum(domain.patches[: domain.index]), domain.patches[domain.index]
-        part = TokenPart(
-            first=first,
-            patches=count,
-            of=sum(domain.patches),
-            sum=lambda x: SumOver.apply(x, domain.group),
-            largest=lambda x: LargestOver.apply(x, domain.group),
-        )
-        self._positions = self._run.model.compute_on_part(model, part)
+        self._positions = self._run.model.compute_on_part(model, token_part(domain, domain.first))
 
         def divide_gradient(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
             if output.requires_grad:

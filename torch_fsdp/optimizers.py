@@ -6,17 +6,14 @@ do not change. The host never reads it.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_fsdp.domain import all_to_all
-from training.checkpoints.state import ShardedTensor
+from torch_fsdp.orthogonalize import Matrix, Orthogonalize
 from training.config import RunConfig
 from training.optimizer_rules import ElementwiseOptimizer, allocate_state, elementwise
 from training.optimizers import (
@@ -26,10 +23,12 @@ from training.optimizers import (
     key_of,
     lr_factor,
     ns_dtype,
-    orthogonalized,
     round_moments,
 )
 from training.schedule import StepRates
+
+Orthogonalizer = Callable[[Mapping[str, Matrix]], Orthogonalize]
+"""Returns what orthogonalizes these matrices, by names in the plain model, in their order."""
 
 
 class PartsOptimizer:
@@ -45,16 +44,16 @@ class PartsOptimizer:
         eps: float,
         betas: tuple[float, float],
         fused: bool,
-        group: dist.ProcessGroup | None,
+        orthogonalizer: Orthogonalizer,
         units: Collection[str] = (),
         compiler: str | None = None,
     ) -> None:
         """Allocate the state.
 
         Parts and updates are by names in the plain model. ``views`` returns a part as one of the
-        global tensor. ``fused``: PyTorch has a fused AdamW for the device. ``group``: the processes
-        that shard the parameters, None where each has them whole. ``compiler``: torch.compile's
-        backend for AdamW's plain operations, by the names of ``units`` (blocks); None: eager.
+        global tensor. ``fused``: PyTorch has a fused AdamW for the device. ``compiler``:
+        torch.compile's backend for AdamW's plain operations, by the names of ``units`` (blocks);
+        None: eager.
         """
         rounds = config.optimizer.optimizer_dtype == "bf16"
         # A group holds what is updated alike. Muon's parameters are in AdamW's groups, too.
@@ -99,7 +98,7 @@ class PartsOptimizer:
         self._muon: Muon | None = None
         if "muon" in rules:
             dtype = ns_dtype(config.sharding.precision)
-            self._muon = Muon(self._optimizer, parts, views, updates, group, dtype, eps)
+            self._muon = Muon(self._optimizer, parts, updates, orthogonalizer, dtype)
 
     @torch.no_grad()
     def step_unless(self, rates: StepRates, skipped: Tensor) -> None:
@@ -213,10 +212,6 @@ def _copy_unless(skips: Tensor, old: Tensor, new: Tensor) -> None:
 class Muon:
     """Takes Muon's step for the groups of an optimizer whose "rule" is "muon".
 
-    A Newton-Schulz iteration is products of a whole matrix with itself, and each process has a
-    range of the flattened elements of each. So the matrices are divided among the processes: one
-    exchange brings each of them the parts of its matrices, another one returns the results.
-
     Parameters are as of ``PartsOptimizer``; matrices are orthogonalized in ``dtype``.
     """
 
@@ -224,48 +219,21 @@ class Muon:
         self,
         optimizer: torch.optim.Optimizer,
         parts: Mapping[str, nn.Parameter],
-        views: Callable[[str], Tensor],
         updates: Updates,
-        group: dist.ProcessGroup | None,
+        orthogonalizer: Orthogonalizer,
         dtype: torch.dtype,
-        eps: float,
     ) -> None:
         names = {part: name for name, part in parts.items()}
-        self._state, self._group, self._dtype, self._eps = optimizer.state, group, dtype, eps
+        self._state, self._dtype = optimizer.state, dtype
         self._parameters: list[tuple[nn.Parameter, Mapping[str, Any]]] = [
             (part, settings)
             for settings in optimizer.param_groups
             if settings["rule"] == "muon"
             for part in settings["params"]
         ]
-        self._matrices: list[tuple[int, int]] = []
-        ranges = []
-        for part, _ in self._parameters:
-            matrix, view = updates[names[part]].matrix, views(names[part])
-            assert matrix is not None
-            self._matrices.append(matrix)
-            # Of the flattened matrix; they are adjacent.
-            first, count = 0, view.numel()
-            if isinstance(view, ShardedTensor):
-                count = sum(chunk.data.numel() for chunk in view.chunks)
-                offsets = view.chunks[0].offsets if view.chunks else (0,) * view.dim()
-                for offset, size in zip(offsets, view.shape, strict=True):
-                    first = first * size + offset
-            ranges.append(range(first, first + count))
-        processes, self._rank = (1, 0) if group is None else (group.size(), group.rank())
-        self._ranges = [ranges] * processes
-        """The part of each matrix that each process has."""
-        if processes > 1:
-            dist.all_gather_object(self._ranges, ranges, group=group)
-        self._owned: list[list[int]] = [[] for _ in range(processes)]
-        """The matrices that each process computes: the next largest goes to the one with least
-        work, which grows with the elements times the shorter side."""
-        work = [math.prod(matrix) * min(matrix) for matrix in self._matrices]
-        load = [0] * processes
-        for i in sorted(range(len(work)), key=lambda i: -work[i]):
-            least = load.index(min(load))
-            self._owned[least].append(i)
-            load[least] += work[i]
+        matrices = {names[part]: updates[names[part]].matrix for part, _ in self._parameters}
+        self._matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+        self._orthogonalize = orthogonalizer(self._matrices)
 
     def step_unless(self, skipped: Tensor) -> None:
         """Update all of Muon's parameters, unless ``skipped``.
@@ -278,46 +246,14 @@ class Muon:
             assert part.grad is not None
             _copy_unless(skips, momentum, momentum.lerp(part.grad, 1 - MOMENTUM))
             part.grad = None
-            momenta.append(momentum.flatten().to(self._dtype))
-        directions = self._orthogonalized(momenta)
-        for i, (part, settings) in enumerate(self._parameters):
+            momenta.append(momentum.to(self._dtype))
+        directions = self._orthogonalize(momenta)
+        for (part, settings), matrix, direction in zip(
+            self._parameters, self._matrices.values(), directions, strict=True
+        ):
             lr, old = settings["lr"], part.detach()
-            step = directions[i].view(old.shape).float() * (lr * lr_factor(self._matrices[i]))
+            step = direction.float() * (lr * lr_factor(matrix))
             _copy_unless(skips, old, old * (1 - lr * settings["weight_decay"]) - step)
-
-    def _orthogonalized(self, parts: Sequence[Tensor]) -> Mapping[int, Tensor]:
-        """Return this process's part of each matrix, orthogonalized; all are flat, as ``parts``."""
-
-        def orthogonalize(i: int, elements: Tensor) -> Tensor:
-            return orthogonalized(elements.view(self._matrices[i]), self._eps).flatten()
-
-        if self._group is None or len(self._owned) == 1:
-            return {i: orthogonalize(i, part) for i, part in enumerate(parts)}
-        owned_here, empty = self._owned[self._rank], parts[0].new_empty(0)
-
-        # Parts of each process's matrices to it.
-        sent = [torch.cat([empty, *(parts[i] for i in owned)]) for owned in self._owned]
-        lengths = [[len(ranges[i]) for i in owned_here] for ranges in self._ranges]
-        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
-        matrices = {i: empty.new_empty(math.prod(self._matrices[i])) for i in owned_here}
-        for ranges, sizes, part in zip(self._ranges, lengths, received, strict=True):
-            for i, piece in zip(owned_here, part.split(sizes), strict=True):
-                matrices[i][ranges[i].start : ranges[i].stop] = piece
-
-        results = {i: orthogonalize(i, elements) for i, elements in matrices.items()}
-
-        # And back.
-        sent = [
-            torch.cat([empty, *(results[i][ranges[i].start : ranges[i].stop] for i in owned_here)])
-            for ranges in self._ranges
-        ]
-        lengths = [[parts[i].numel() for i in owned] for owned in self._owned]
-        received = all_to_all(sent, [(sum(sizes),) for sizes in lengths], self._group)
-        return {
-            i: piece
-            for owned, sizes, part in zip(self._owned, lengths, received, strict=True)
-            for i, piece in zip(owned, part.split(sizes), strict=True)
-        }
 
 
 # -- The factor of the loss in fp16, by which small gradients do not become zero -------------------

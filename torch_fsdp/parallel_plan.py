@@ -132,6 +132,11 @@ class TorchPlan:
     """The dtype of weights and activations in products."""
     reduce_dtype: torch.dtype
     """The dtype in which gradients are reduced."""
+    matmul: torch.dtype | None
+    """Int8 or fp8, in which the blocks' linear layers multiply in the forward pass; None: in
+    ``dtype``."""
+    gather_dtype: torch.dtype | None
+    """Fp8, in which the blocks' matrices are gathered; None: in ``dtype``, or ``matmul``."""
     products: str
     """What the blocks' matrix products compute in, as ``Device.peak_flops`` names it."""
 
@@ -154,7 +159,8 @@ def parallelize_block(
     model: nn.Module, name: str, block: nn.Module, plan: TorchPlan, device: torch.device
 ) -> nn.Module:
     """Apply the plan to timm's ``block``, ``name`` in ``model``; return the block to shard."""
-    use_attention(block, plan.attention)
+    if not plan.domain_attention:
+        use_attention(block, plan.attention)
     if plan.compile == "around attention":
         # Inside the recomputation, as checkpointed code with graph breaks would not be compiled.
         block.forward = compiled(block.forward, plan)

@@ -15,17 +15,25 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from models.config import ModelError
+from models.rounding import BYTE_DTYPES
 from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
+from torch_fsdp.parallel_plan import (
+    DTYPES,
+    FsdpImplementation,
+    TimmBlocks,
+    TorchPlan,
+    TorchRun,
+)
 from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
-from training.mesh import Mesh, make_mesh
+from training.mesh import Mesh, make_mesh, on_slices
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     model_flags,
     resolve_common,
@@ -53,12 +61,19 @@ def resolve(
     """
     resolve_on = functools.partial(_resolve, config, backend_config, implementation, blocks)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    run = resolve_on(processes)
+    slices = devices.choose(config.backend).slices()
+    run = resolve_on(processes, slices)
     check_elastic(  # launch/torchrun.sh sets the variable
         "ELASTIC_NODES",
         "nodes",
         "NNODES=",
-        lambda nodes: resolve_on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]), run.model),
+        lambda nodes: resolve_on(nodes * int(os.environ["LOCAL_WORLD_SIZE"]), slices, run.model),
+    )
+    check_elastic(  # launch.xla_dist and launch.gke set it
+        "ELASTIC_SLICES",
+        "slices",
+        "--elastic ",
+        lambda count: resolve_on(processes // (slices or 1) * count, count, run.model),
     )
     # A teacher runs only forward passes, after which ZeRO-2 would never reshard its weights.
     teacher_config = replace(
@@ -69,7 +84,7 @@ def resolve(
 
     def resolve_teacher(config: RunConfig) -> TorchRun:
         return _resolve(
-            for_teacher(config), teacher_config, implementation, TimmBlocks(), processes
+            for_teacher(config), teacher_config, implementation, TimmBlocks(), processes, slices
         )
 
     return with_teacher(run, resolve_teacher)
@@ -81,22 +96,27 @@ def _resolve(
     implementation: FsdpImplementation,
     blocks: TimmBlocks,
     processes: int,
+    slices: int | None,
     model: ModelSpec | None = None,
 ) -> TorchRun:
-    """Return the run on this number of processes, of ``model`` if it is already open."""
+    """Return the run on this number of processes, on ``slices`` if these are TPUs, of ``model`` if
+    it is already open."""
     config = resolve_common(config)
     backend, sharding = config.backend, config.sharding
     device = devices.choose(backend)
-    if sharding.grad_ckpt == "offload":
+    if slices:
+        sharding = on_slices(sharding, slices)
+        config = replace(config, sharding=sharding)
+    if sharding.grad_ckpt == "offload" and implementation is not SIMPLE:
         raise UsageError(
-            f"--grad_ckpt offload requires --backend xla, not {backend}: use --grad_ckpt full"
+            "--grad_ckpt offload requires --backend xla or --fsdp simple: use --grad_ckpt full"
         )
     if sharding.grad_ckpt == "auto":
         sharding = replace(sharding, grad_ckpt="full")
         config = replace(config, sharding=sharding)
-    if sharding.mesh_tensor > 1:
+    if sharding.mesh_tensor > 1 and implementation is not SIMPLE:
         raise UsageError(
-            f"--mesh_tensor {sharding.mesh_tensor} requires --backend xla, not {backend}"
+            f"--mesh_tensor {sharding.mesh_tensor} requires --fsdp simple or --backend xla"
         )
 
     # The devices of this host.
@@ -160,15 +180,20 @@ def _resolve(
             and blocks.name == "timm"
         )
         backend_config = replace(backend_config, compile=by_default)
+    check_heads_and_columns(mesh, model)
     if mesh.domain > 1:
-        sharding = _resolve_domain(sharding, backend_config, mesh, model)
+        sharding = _resolve_domain(sharding, backend_config, mesh, model, implementation)
         config = replace(config, sharding=sharding)
     if backend == "torchtpu":
         sharding = _resolve_attention(sharding, model, sizes_of_largest(config.data, model), device)
         config = replace(config, sharding=sharding)
     compiled: Literal["none", "block", "around attention", "step"] = "none"
     if backend_config.compile:
-        compiled = "around attention" if mesh.domain > 1 else implementation.compiles
+        compiled = implementation.compiles
+        if mesh.domain > 1 and compiled == "block":
+            compiled = "around attention"
+    if sharding.grad_ckpt == "offload":
+        _check_offload(compiled, zero, model)
     products = "tf32" if precision == "fp32" and backend_config.tf32 else precision
     plan = TorchPlan(
         implementation=implementation,
@@ -189,6 +214,8 @@ def _resolve(
         compiler=device.compiler,
         dtype=DTYPES[precision],
         reduce_dtype=DTYPES[reduce_dtype],
+        matmul=BYTE_DTYPES.get(sharding.matmul),
+        gather_dtype=BYTE_DTYPES.get(sharding.gather_dtype),
         products=products if blocks.fp8 == "none" else "fp8",
     )
     run = TorchRun(config, backend_config, model, mesh, plan)
@@ -201,30 +228,30 @@ def _resolve_attention(
     sharding: ShardingConfig, model: ModelSpec, of_largest: ModelSizes, device: Device
 ) -> ShardingConfig:
     """Resolve ``--attention`` on TPUs. Raises UsageError."""
-    asked, domain = sharding.attention, sharding.mesh_domain
-    if domain == 1:
-        memory = device.kernel_memory
-        found = resolve_attention(sharding, model, of_largest, memory, without="plain")
-        if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
-            raise UsageError(
-                f"--attention {found.attention} requires the package jax: python3 -m pip install "
-                "-r requirements-torchtpu.txt, or use --attention plain"
-            )
-        return found
-    if asked not in ("auto", "sdpa"):  # attention over processes computes with PyTorch's
+    found = resolve_attention(sharding, model, of_largest, device.kernel_memory, without="plain")
+    if found.attention in KERNELS and importlib.util.find_spec("jax") is None:
         raise UsageError(
-            f"--attention {asked} is incompatible with --mesh_domain {domain}: use --attention sdpa"
+            f"--attention {found.attention} requires the package jax: python3 -m pip install -r "
+            "requirements-torchtpu.txt, or use --attention plain"
         )
-    return replace(sharding, attention="sdpa")
+    return found
 
 
 def _resolve_domain(
-    sharding: ShardingConfig, backend_config: Fsdp2Config, mesh: Mesh, model: ModelSpec
+    sharding: ShardingConfig,
+    backend_config: Fsdp2Config,
+    mesh: Mesh,
+    model: ModelSpec,
+    implementation: FsdpImplementation,
 ) -> ShardingConfig:
     """Resolve ``--domain_attention`` for processes that share images. Raises UsageError."""
     flag = f"--mesh_domain {mesh.domain}"
     check_rows(mesh, model)
-    if backend_config.compile and sharding.grad_ckpt == "selective":
+    traces_step = implementation.compiles == "step"
+    if traces_step and (rows := model.sizes.grid[0]) % mesh.domain:
+        # Processes with different numbers of rows would trace different steps.
+        raise OnlyFsdp2(f"{flag}, which does not divide {rows} rows of patches")
+    if backend_config.compile and sharding.grad_ckpt == "selective" and not traces_step:
         # With PyTorch 2.9, compiled code is not used where a policy intercepts operations.
         raise UsageError(
             f"--compile with {flag} requires --grad_ckpt full or none: with selective nothing "
@@ -263,24 +290,56 @@ def _check_fsdp2(
 FSDP2 = FsdpImplementation("torch_fsdp.fsdp2:Fsdp2Backend", _check_fsdp2)
 
 
+class OnlyFsdp2(UsageError):
+    """What FSDP2 supports, and SimpleFSDP does not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+        self.what = what
+
+
 def _check_simple(
     config: RunConfig, backend_config: Fsdp2Config, mesh: Mesh, device: Device
 ) -> None:
+    if backend_config.zero_dp_strategy == 1:
+        raise UsageError("--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3")
+    if isinstance(device, devices.Cuda):
+        raise OnlyFsdp2("CUDA")
     dropout = config.model.attn_drop_rate
-    refused = {
-        "--zero_dp_strategy 1": backend_config.zero_dp_strategy == 1,
-        f"--mesh_domain {mesh.domain}": mesh.domain > 1,
-        # Each process orthogonalizes other matrices, so it would trace another step.
-        "--optimizer muon": config.optimizer.optimizer == "muon",
-        "CUDA": isinstance(device, devices.Cuda),
+    if dropout and config.sharding.attention == "sdpa":
         # A fused kernel draws its own random numbers.
-        f"--att_dropout {dropout} with --attention sdpa": (
-            bool(dropout) and config.sharding.attention == "sdpa"
-        ),
+        raise OnlyFsdp2(f"--att_dropout {dropout} with --attention sdpa")
+    sharding, zero = config.sharding, backend_config.zero_dp_strategy
+    not_together = {
+        f"--mesh_domain {sharding.mesh_domain}": sharding.mesh_domain > 1,
+        f"--zero_dp_strategy {zero}": zero == 0,
+        f"--matmul {sharding.matmul}": sharding.matmul != "precision",
     }
-    for what, is_on in refused.items():
-        if is_on:
-            raise UsageError(f"--fsdp simple does not support {what}: use --fsdp fsdp2")
+    for what, is_on in not_together.items():
+        if sharding.mesh_tensor > 1 and is_on:
+            raise UsageError(
+                f"--mesh_tensor {sharding.mesh_tensor} with --fsdp simple is incompatible with "
+                f"{what}: drop one of the two"
+            )
+    if sharding.gather_dtype != "auto" and zero == 0:
+        raise UsageError(
+            f"--gather_dtype {sharding.gather_dtype} is incompatible with --zero_dp_strategy 0, "
+            "which gathers nothing: drop one of the two"
+        )
+
+
+def _check_offload(compiled: str, zero: int, model: ModelSpec) -> None:
+    """Raise UsageError if blocks are not one loop, whose inputs can be in the host's memory."""
+    why = model.why_blocks_differ()
+    if compiled != "step":
+        why = "--no-compile"
+    elif zero == 2:
+        why = "--zero_dp_strategy 2"
+    if why:
+        raise UsageError(
+            f"--grad_ckpt offload requires blocks as one loop, which this run does not have ({why})"
+            ": use --grad_ckpt full"
+        )
 
 
 SIMPLE = FsdpImplementation(

@@ -66,14 +66,16 @@ class ScanWithRecomputation(torch.autograd.Function):
         function: Callable[[torch.Tensor, Tensors], torch.Tensor],
         dtypes: Sequence[torch.dtype],
         device: Device,
+        offloads: bool,
         x: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """Return x after ``function(x, row)`` for each row of ``tensors``, in which the rows follow
-        each other. The loop holds a row's tensors in ``dtypes``."""
+        each other. The loop holds a row's tensors in ``dtypes``; ``offloads``: and the functions'
+        inputs in the host's memory."""
         rows = [tensors[i : i + len(dtypes)] for i in range(0, len(tensors), len(dtypes))]
         inputs = [
-            torch.stack([values.to(dtype) for values in column])
+            torch.stack([values.detach().to(dtype) for values in column])  # as ``Gather`` does
             for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
         ]
 
@@ -82,7 +84,8 @@ class ScanWithRecomputation(torch.autograd.Function):
 
         def forward_body(state: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
             (x,) = state
-            return [function(x, row_of(slices))], [x] if any(ctx.needs_input_grad) else []
+            saved = [device.moved_to("pinned_host", x) if offloads else x]
+            return [function(x, row_of(slices))], saved if any(ctx.needs_input_grad) else []
 
         (y,), saved = Scan(forward_body, [x], inputs, device)([x], inputs)
         if not saved:
@@ -95,6 +98,7 @@ class ScanWithRecomputation(torch.autograd.Function):
                 for values, given in zip(row_of(slices), rows[0], strict=True)
             ]
             with torch.enable_grad():
+                x = device.moved_to("device", x) if offloads else x
                 x = x.detach().requires_grad_()
                 y = function(x, row)
             trained = [i for i, values in enumerate(row) if values.requires_grad]
@@ -113,4 +117,4 @@ class ScanWithRecomputation(torch.autograd.Function):
         columns: list[Sequence[Any]] = [[None] * ctx.rows] * ctx.columns
         for i, stacked in zip(ctx.used, found, strict=True):
             columns[i] = stacked.unbind()
-        return None, None, None, grad, *itertools.chain(*zip(*columns, strict=True))
+        return None, None, None, None, grad, *itertools.chain(*zip(*columns, strict=True))

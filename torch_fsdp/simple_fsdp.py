@@ -14,21 +14,25 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.positions import PartOfPositions
+from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
 from torch_fsdp.attention import use_attention
 from torch_fsdp.devices import Device
+from torch_fsdp.domain import attend_over_processes, make_meshes, token_part
+from torch_fsdp.orthogonalize import EqualExchange, Matrix, Orthogonalize
 from torch_fsdp.parallel_plan import (
     OUTER,
     SHARD,
@@ -36,8 +40,10 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
+from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
+from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
 from torch_fsdp.torch_backend import TorchBackend
 from tpu_attention.choice import choose_mask
 from training.backend import InitializeModule, StepInputs, micro_batch_seed
@@ -52,27 +58,47 @@ class Layout:
     with zeros, so that all processes run the same program."""
 
     shape: torch.Size
-    """The shape of the whole parameter."""
+    """The shape of the whole parameter; with ``part``, of that."""
     dim: int
     shards: int
     group: str
     """The name of the group of processes that have a shard each."""
     dtype: torch.dtype
-    """The dtype in which the parameter is gathered."""
+    """The dtype in which the parameter is used, and gathered if it is not ``rounded``."""
     reduce_dtype: torch.dtype
+    processes: int
+    """How many of a replica there are, whose gradients are averaged."""
+    part: Part | None = None
+    """With tensor parallelism: the part of the parameter that the group's processes shard."""
+    rounded: torch.dtype | None = None
+    """Int8 or fp8, in which each process rounds its shard before it is gathered."""
+    multiplied: bool = False
+    """Whether a product is computed with what is ``rounded``."""
 
     @classmethod
     def of(
-        cls, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype
+        cls,
+        shape: torch.Size,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        processes: int,
+        part: Part | None = None,
     ) -> "Layout":
-        group = mesh.get_group(SHARD)
+        if part:
+            shape = part.shape
         shards = group.size()
         dim = sharded_dim(shape, shards)
-        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype)
+        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype, processes, part)
 
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
         return replace(self, shape=torch.Size([count, *self.shape]), dim=self.dim + 1)
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype in which a shard waits to be gathered."""
+        return torch.float32 if self.rounded else self.dtype
 
     @property
     def chunk(self) -> int:
@@ -87,6 +113,8 @@ class Layout:
 
     def shard(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return shard number ``index``, a copy."""
+        if self.part:
+            whole = self.part.of(whole)
         sizes = list(self.shape)
         sizes[self.dim] = self.chunk
         start, size = self.range(index)
@@ -94,21 +122,35 @@ class Layout:
         shard.narrow(self.dim, 0, size).copy_(whole.narrow(self.dim, start, size))
         return shard
 
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter, or factors of it, in the dtype of the shard."""
+        values = shard.view(torch.int8) if shard.itemsize == 1 else shard  # gloo has no fp8
+        gathered = _c10d.all_gather_into_tensor(values.unsqueeze(0), self.shards, self.group)
+        whole = _c10d.wait_tensor(gathered).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, 0, self.shape[self.dim]).view(shard.dtype)
+
 
 class Gather(torch.autograd.Function):
-    """Gathers a parameter; reduces its gradient to the mean over the shards' processes."""
+    """Gathers a parameter, or its part, with its numbers and factors if products are computed with
+    them; reduces its gradient to the mean over the processes."""
 
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.dtype, ctx.shape = layout, shard.dtype, shard.shape
-        shard = shard.to(layout.dtype).unsqueeze(0)
-        gathered = _c10d.all_gather_into_tensor(shard, layout.shards, layout.group)
-        whole = _c10d.wait_tensor(gathered).movedim(0, layout.dim)
-        whole = whole.flatten(layout.dim, layout.dim + 1)
-        return whole.narrow(layout.dim, 0, layout.shape[layout.dim])
+        ctx.set_materialize_grads(False)
+        shard = shard.detach()  # else a trace converts the parameter itself, as real numbers
+        if layout.rounded is None:
+            return (layout.gather(shard.to(layout.dtype)),)
+        along = [dim for dim in range(shard.dim()) if dim != layout.dim]
+        numbers, factors = map(layout.gather, round_to_bytes(shard, layout.rounded, along))
+        whole = from_bytes(numbers, factors, layout.dtype)
+        if not layout.multiplied:
+            return (whole,)
+        ctx.mark_non_differentiable(numbers, factors)
+        return whole, numbers, factors
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
         layout = ctx.layout
         grad = grad.to(layout.reduce_dtype)
         padding = layout.chunk * layout.shards - grad.shape[layout.dim]
@@ -123,7 +165,7 @@ class Gather(torch.autograd.Function):
             grad = grad.flatten(0, 1)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
         summed = _c10d.wait_tensor(summed).view(ctx.shape)
-        return (summed / layout.shards).to(ctx.dtype), None
+        return (summed / layout.processes).to(ctx.dtype), None
 
 
 @dataclass
@@ -161,8 +203,9 @@ class Unit:
 
     def _gathered(self, shards: Sequence[Any]) -> list[Any]:
         return [
-            Gather.apply(shard, layout)
+            values
             for shard, (_, _, layout) in zip(shards, self.slots, strict=True)
+            for values in Gather.apply(shard, layout)
         ]
 
     def _compute_with(
@@ -182,15 +225,19 @@ class Unit:
 
     @contextlib.contextmanager
     def _in_place(self, whole: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the modules compute with the ``whole`` parameters inside."""
-        shards = self._shards()
-        for (module, key, _), values in zip(self.slots, whole, strict=True):
-            module._parameters[key] = values  # type: ignore[assignment]
+        """Let the modules compute inside with ``whole`` parameters, as ``Gather`` gives them."""
+        entries: list[tuple[dict[str, Any], str]] = []
+        for module, key, layout in self.slots:
+            entries.append((module._parameters, key))
+            entries += [(module._buffers, name) for name in ROUNDED if layout.multiplied]
+        outside = [tensors[key] for tensors, key in entries]
+        for (tensors, key), values in zip(entries, whole, strict=True):
+            tensors[key] = values
         try:
             yield
         finally:
-            for (module, key, _), shard in zip(self.slots, shards, strict=True):
-                module._parameters[key] = shard
+            for (tensors, key), values in zip(entries, outside, strict=True):
+                tensors[key] = values
 
     def recompute(self, mode: str, *, keeps_gathered: bool) -> Callable[..., Any]:
         """Return a function that recomputes activations in the backward pass, and gathers
@@ -268,9 +315,12 @@ class ScannedBlocks(nn.ModuleList):
     """Blocks that are alike, called once for all: in a traced step as one loop forward and one
     backward, which computes each block again from its input."""
 
-    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], units: Sequence[Unit], device: Device, *, offloads: bool
+    ) -> None:
+        """``offloads``: keep the blocks' inputs in the host's memory."""
         super().__init__(blocks)
-        self._units, self._device = units, device
+        self._units, self._device, self._offloads = units, device, offloads
         self._keep: list[torch.Tensor] = []
         self._drop_paths: list[_DropPath] = []
         """Those of the last block, as which all are computed."""
@@ -307,14 +357,15 @@ class ScannedBlocks(nn.ModuleList):
             zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
         ):
             if _is_gathered_once(layout):
-                shards = Gather.apply(torch.stack(shards), layout.of_several(len(shards))).unbind()
+                (whole,) = Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
+                shards = whole.unbind()
             columns.append(shards)
         rows = [
             [*(values[index] for values in of_each), *(column[index] for column in columns)]
             for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.dtype for layout in layouts]
+        dtypes = [values.dtype for values in of_each] + [layout.held for layout in layouts]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -323,8 +374,9 @@ class ScannedBlocks(nn.ModuleList):
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
             whole = [
-                values if _is_gathered_once(layout) else Gather.apply(values, layout)
-                for values, layout in zip(given, layouts, strict=True)
+                values
+                for held, layout in zip(given, layouts, strict=True)
+                for values in ([held] if _is_gathered_once(layout) else Gather.apply(held, layout))
             ]
             try:
                 return last._compute_with(whole, begin, (x,), kwargs)
@@ -335,7 +387,7 @@ class ScannedBlocks(nn.ModuleList):
         tensors = [x.to(first.dtype), *itertools.chain(*rows)]
         if not torch.is_grad_enabled():  # else the function would save what a backward pass needs
             tensors = [values.detach() for values in tensors]
-        return ScanWithRecomputation.apply(compute, dtypes, self._device, *tensors)
+        return ScanWithRecomputation.apply(compute, dtypes, self._device, self._offloads, *tensors)
 
 
 def _is_gathered_once(layout: Layout) -> bool:
@@ -359,9 +411,10 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 class SimpleFsdpBackend(TorchBackend):
     def __init__(self, run: TorchRun, device: Device) -> None:
         super().__init__(run, device)
-        ranks = device.arrange((run.mesh.dcn, run.mesh.fsdp))
-        self._mesh = DeviceMesh(device.where.type, ranks, mesh_dim_names=(OUTER, SHARD))
+        # The axis "fsdp" of _mesh includes "tensor": where "tensor" shards nothing, it does.
+        self._mesh, _, self._domain = make_meshes(run, device)
         self.shards = (self._mesh.get_local_rank(SHARD),)
+        self._tensor = TensorGroup(run, device) if run.mesh.tensor > 1 else None
         self._layouts: dict[str, Layout] = {}
         """By names in the plain model."""
         self._graphs: StepGraphs | None = None
@@ -371,6 +424,8 @@ class SimpleFsdpBackend(TorchBackend):
         self._form = "SimpleFSDP as data parallel (no sharding)"
         if self._zero:
             self._form = f"SimpleFSDP ZeRO-{self._zero}, one unit per block"
+        if self._domain:
+            self._form += f", {self._plan.domain_attention} attention over domain"
         if self._plan.compile == "step":
             self._graphs, self._evaluations = StepGraphs(device), StepGraphs(device)
             self._form += ", one graph per step"
@@ -389,25 +444,53 @@ class SimpleFsdpBackend(TorchBackend):
         layouts: dict[nn.Parameter, Layout] = {}
 
         choose_mask(model, plan.attention)
+        tokens = {stack: Tokens(self._tensor) for stack in self._run.model.stacks if self._tensor}
 
-        # Each block: weights, attention, shards, recomputation.
+        # Domain parallelism: attention sees the tokens of all processes that share an image.
+        if self._domain:
+            attend_over_processes(model, plan, self._domain)
+
+        # Each block: weights, attention, products, part of heads and columns,
+        # shards, recomputation.
         blocks: dict[str, Unit] = {}
         for number, (name, block) in enumerate(units[:-1], 1):
             initialize(block, name)
-            use_attention(block, plan.attention)
+            if not self._domain:
+                use_attention(block, plan.attention)
+            if plan.matmul:
+                multiply_rounded(block)
             cast_buffers(block, plan.dtype)
-            unit = blocks[name] = self._unit(block, number, layouts)
+            parts: Mapping[nn.Parameter, Part] = {}
+            if self._tensor:
+                parts = self._tensor.parts(block)
+                of_stack = tokens[name.rpartition(".")[0]]
+                compute_part(block, self._tensor, of_stack, plan.attention)
+            unit = blocks[name] = self._unit(block, number, layouts, parts=parts)
             block.forward = unit  # whose gathered weights autograd keeps
             if plan.grad_ckpt != "none":
                 block.forward = unit.recompute(plan.grad_ckpt, keeps_gathered=plan.zero == 2)
         if self._graphs:
             self._form += f", {self._scan_blocks(model, blocks)}"
+        for stack, of_stack in tokens.items():
+            stacked: Any = model.get_submodule(stack)
+            is_one = isinstance(stacked, ScannedBlocks)
+            of_stack.divide(*(stacked, stacked) if is_one else (stacked[0], stacked[-1]))
+        self._form += ", weights gathered in fp8" if plan.gather_dtype else ""
+        self._form += f", linear layers in {self._sharding.matmul}" if plan.matmul else ""
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
+        positions: Mapping[str, PartOfPositions] = {}
+        if self._domain:
+            first = torch.tensor([self._domain.first]).to(self._device.where)
+            part = token_part(self._domain, first)
+            positions = self._run.model.compute_on_part(model, part)
         model.forward = self._unit(model, 0, layouts, output_dtype=torch.float32)
 
-        self._locals = dict(model.named_parameters())
+        plain_names = {id(part.values): name for name, part in positions.items()}
+        self._locals = {
+            plain_names.get(id(shard), name): shard for name, shard in model.named_parameters()
+        }
         self._layouts = {name: layouts[shard] for name, shard in self._locals.items()}
         self._sharded_alike = [(self._locals.keys(), [self._mesh.get_group(SHARD)])]
         return model
@@ -417,7 +500,7 @@ class SimpleFsdpBackend(TorchBackend):
         computed, for the line that describes a run."""
         spec, plan = self._run.model, self._plan
         why = spec.why_blocks_differ()
-        if plan.grad_ckpt != "full":
+        if plan.grad_ckpt not in ("full", "offload"):
             why = f"--grad_ckpt {plan.grad_ckpt}"
         elif plan.zero == 2:
             why = "--zero_dp_strategy 2"
@@ -426,7 +509,9 @@ class SimpleFsdpBackend(TorchBackend):
         for stack in spec.stacks:
             blocks = list(getattr(model, stack))
             of_stack = [units[f"{stack}.{index}"] for index in range(len(blocks))]
-            spec.put_blocks(model, stack, ScannedBlocks(blocks, of_stack, self._device))
+            offloads = plan.grad_ckpt == "offload"
+            scanned = ScannedBlocks(blocks, of_stack, self._device, offloads=offloads)
+            spec.put_blocks(model, stack, scanned)
         return "blocks as one loop"
 
     def _unit(
@@ -435,8 +520,10 @@ class SimpleFsdpBackend(TorchBackend):
         number: int,
         layouts: dict[nn.Parameter, Layout],
         output_dtype: torch.dtype | None = None,
+        parts: Mapping[nn.Parameter, Part] = MappingProxyType({}),
     ) -> Unit:
-        """Shard what is not sharded yet in ``module``, and add its ``layouts``."""
+        """Shard what is not sharded yet in ``module``, and add its ``layouts``. ``parts``: those
+        of parameters that tensor parallelism divides."""
         plan, where = self._plan, self._device.where
         shards: dict[nn.Parameter, nn.Parameter] = {}
         slots = []
@@ -447,8 +534,18 @@ class SimpleFsdpBackend(TorchBackend):
                 if whole in layouts:  # by a unit below
                     continue
                 if whole not in shards:
-                    layout = Layout.of(whole.shape, self._mesh, plan.dtype, plan.reduce_dtype)
-                    shard = layout.shard(whole.detach(), self.shards[0]).to(where)
+                    group, tensor_part = self._mesh.get_group(SHARD), parts.get(whole)
+                    processes = group.size()
+                    if self._tensor and tensor_part:
+                        group = self._tensor.same_parts
+                    layout = Layout.of(
+                        whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
+                    )
+                    if number and whole.dim() > 1:
+                        multiplied = plan.matmul is not None and type(part) is nn.Linear
+                        rounded = plan.matmul if multiplied else plan.gather_dtype
+                        layout = replace(layout, rounded=rounded, multiplied=multiplied)
+                    shard = layout.shard(whole.detach(), group.rank()).to(where)
                     shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
                     layouts[shards[whole]] = layout
                 part._parameters[key] = shards[whole]
@@ -513,7 +610,7 @@ class SimpleFsdpBackend(TorchBackend):
         if StatelessRandom.of_trace:
             raise RuntimeError(
                 "a compiled step cannot take values from the host where they are used: return them "
-                "from Objective.host_inputs"
+                "from Objective.host_inputs, or train with --fsdp fsdp2"
             )
         return super().constant(values)
 
@@ -531,12 +628,16 @@ class SimpleFsdpBackend(TorchBackend):
                 shard.grad = gradient if shard.grad is None else shard.grad + gradient
 
     def _collect_gradients(self) -> None:
-        if (replicas := self._run.mesh.dcn) == 1:
+        if (replicas := self._mesh.size(0)) == 1:
             return
         group = self._mesh.get_group(OUTER)
         for shard in self._locals.values():
             if shard.grad is not None:
                 shard.grad = self._all_reduce(shard.grad, group=group) / replicas
+
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        group = self._mesh.get_group(SHARD)
+        return EqualExchange([*matrices.values()], group, eps, self._device.where)
 
     # -- collectives ------------------------------------------------------------------
 
@@ -551,9 +652,10 @@ class SimpleFsdpBackend(TorchBackend):
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         world, values = _world(), values.detach().contiguous()
-        return _c10d.wait_tensor(
-            _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
-        )
+        gathered = _c10d.all_gather_into_tensor(values, world.size(), world.group_name)
+        # Processes that compute with the same images follow one another.
+        of_each = _c10d.wait_tensor(gathered).unflatten(0, (self.batch_shards, -1, len(values)))
+        return of_each[:, 0].flatten(0, 1)
 
     # -- checkpoints ------------------------------------------------------------------
 
@@ -562,8 +664,12 @@ class SimpleFsdpBackend(TorchBackend):
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         layout = self._layouts[name]
-        start, size = layout.range(self.shards[0])
+        group = self._tensor.same_parts if self._tensor and layout.part else None
+        start, size = layout.range(group.rank() if group else self.shards[0])
         offsets = [0] * len(layout.shape)
         offsets[layout.dim] = start
         chunks = [Chunk(tuple(offsets), values.narrow(layout.dim, 0, size))] if size else []
-        return ShardedTensor(layout.shape, values.dtype, chunks)
+        if layout.part is None:
+            return ShardedTensor(layout.shape, values.dtype, chunks)
+        pieces = [piece for chunk in chunks for piece in layout.part.in_whole(chunk)]
+        return ShardedTensor(layout.part.whole, values.dtype, pieces)

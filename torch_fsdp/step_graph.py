@@ -8,6 +8,7 @@ what the step writes into it in place is written by the graph.
 
 import contextlib
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -84,8 +85,7 @@ class StepGraphs:
         finally:
             StatelessRandom.of_trace = None
         state = lift_state(traced, self._device.where.type)
-        if not self._device.is_host:
-            check_same(traced)
+        check_same(traced)
         given = [*inputs, *state]
         program = _content(traced, given)
         if program not in self._compiled:
@@ -110,11 +110,23 @@ def _content(traced: GraphModule, given: Sequence[torch.Tensor]) -> Hashable:
 def check_same(traced: GraphModule) -> None:
     """Raise RuntimeError in all processes unless all have traced the same graph. Collectives of
     different programs would wait for each other for ever. A collective call."""
-    graphs = [part for part in traced.modules() if isinstance(part, GraphModule)]
-    digest = zlib.crc32("".join(graph.code for graph in graphs).encode())
+    digest = zlib.crc32(code_of(traced).encode())
     largest, smallest = all_reduce_max(digest)(), -all_reduce_max(-digest)()
     if largest != smallest:
         raise RuntimeError("the processes have traced different steps")
+
+
+def code_of(traced: GraphModule) -> str:
+    """Return the code of a graph and of its loops. Groups of processes, of which each process has
+    other ones along an axis, and so other names, are numbered in the order of their use."""
+    numbers: dict[str, int] = {}
+
+    def number(call: re.Match[str]) -> str:
+        return f"{call[1]}{numbers.setdefault(call[2], len(numbers))})"
+
+    graphs = [part for part in traced.modules() if isinstance(part, GraphModule)]
+    code = "".join(graph.code for graph in graphs)
+    return re.sub(r"(_c10d_functional\.\w+\.default\([^\n]*?)'([^',]*)'\)", number, code)
 
 
 def lift_state(traced: GraphModule, device: str) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from models.spec import Units
 from torch_fsdp.devices import Device, Mark
 from torch_fsdp.domain import SharedImages, image_rows
 from torch_fsdp.optimizers import LossScale, PartsOptimizer
+from torch_fsdp.orthogonalize import Matrix, Orthogonalize, UnequalExchange
 from torch_fsdp.parallel_plan import TorchRun
 from training.backend import (
     InitializeModule,
@@ -120,6 +121,12 @@ class TorchBackend(abc.ABC):
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def _orthogonalizer(self, matrices: Mapping[str, Matrix], *, eps: float) -> Orthogonalize:
+        """Return what orthogonalizes Muon's ``matrices``, by names in the plain model."""
+        views = [self._global_view(name, self._locals[name].detach()) for name in matrices]
+        group = next(iter(self._sharded_alike[0][1]), None)
+        return UnequalExchange([*matrices.values()], views, group, eps)
+
     # -- model and optimizer ----------------------------------------------------------
 
     def shard(self, model: nn.Module, units: Units, initialize: InitializeModule) -> nn.Module:
@@ -169,7 +176,7 @@ class TorchBackend(abc.ABC):
             eps=eps,
             betas=betas,
             fused=self._device.fused_adamw and not is_traced,
-            group=next(iter(self._sharded_alike[0][1]), None),
+            orthogonalizer=functools.partial(self._orthogonalizer, eps=eps),
             units=self._blocks,
             compiler=self._plan.compiler if compiles else None,
         )
@@ -188,23 +195,24 @@ class TorchBackend(abc.ABC):
         self, open_shard: Callable[[BatchShard], BatchLoader], images: int, *, reads_rows: bool
     ) -> BatchLoader:
         mesh, host_processes = self._run.mesh, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if mesh.domain == 1 or reads_rows:
+        sharing = mesh.devices_a_part
+        if sharing == 1 or reads_rows:
             rows = None if mesh.domain == 1 else self.image_rows
             return open_shard(
                 BatchShard(self.batch_shard, self.batch_shards, rows, of_host=host_processes)
             )
         # Processes that share images load some of them each, and send each other the rows.
         shared_images = images // self.batch_shards
-        sources, index = math.gcd(mesh.domain, shared_images), dist.get_rank() % mesh.domain
+        sources, index = math.gcd(sharing, shared_images), dist.get_rank() % sharing
         share = BatchShard(
             self.batch_shard * sources + min(index, sources - 1),
             self.batch_shards * sources,
             loads=index < sources,
             of_host=host_processes,
         )
-        rows_by_process = [image_rows(self._run, place) for place in range(mesh.domain)]
+        rows_by_process = [image_rows(self._run, place) for place in range(sharing)]
         # A separate group for CPU tensors.
-        ranks = torch.arange(mesh.devices).view(-1, mesh.domain).tolist()
+        ranks = torch.arange(mesh.devices).view(-1, sharing).tolist()
         with silence_gloo():
             group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
         return SharedImages(
@@ -250,7 +258,7 @@ class TorchBackend(abc.ABC):
         norm = self._clip_grad_norm(max_norm)
         skipped = not_finite(loss, norm)
         mesh = self._run.mesh
-        if self._zero == 0 or mesh.dcn > 1 or mesh.domain > 1:
+        if self._zero == 0 or mesh.dcn > 1 or mesh.devices_a_part > 1:
             # Several processes hold the same part of a parameter, or compute the loss of the same
             # images. Each has computed its own norm, but all must make the same decision.
             skipped = self._all_reduce(skipped, "max")
@@ -412,7 +420,8 @@ class TorchBackend(abc.ABC):
             distances.append(torch.finfo(torch.float16).eps)  # TF32 has as many mantissa bits
         if self._rounds_moments:  # stochastic rounding is off by up to a whole unit
             distances.append(2 * torch.finfo(torch.bfloat16).eps)
-        if self._plan.blocks.fp8 != "none":
+        in_bytes = (self._plan.matmul, self._plan.gather_dtype)
+        if self._plan.blocks.fp8 != "none" or torch.float8_e4m3fn in in_bytes:
             distances.append(torch.finfo(torch.float8_e4m3fn).eps)
         return max(distances) / 2
 

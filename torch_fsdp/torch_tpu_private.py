@@ -5,10 +5,13 @@ only if TorchTPU is selected, because importing torch_tpu loads the TPU runtime.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
+import itertools
 import re
 import runpy
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,10 +152,78 @@ def _bodies_not_compiled_alone() -> Iterator[None]:
     from torch_tpu._internal.compile import scan
 
     def lower(body: torch.fx.GraphModule, args: list[Any]) -> SimpleNamespace:
-        return SimpleNamespace(module=scan._build_body_mlir(body, args))
+        return SimpleNamespace(module=_with_ranks(scan._build_body_mlir(body, args), body))
 
     with mock.patch.object(scan.export, "fx_to_mlir", lower):
         yield
+
+
+def _with_ranks(module: Any, body: torch.fx.GraphModule) -> Any:
+    """Return the module of a scan's body with ranks in its groups of processes.
+
+    torch_tpu 0.2.0 numbers the devices of each module it makes along the groups of the module's
+    first collective. But a body becomes a part of a program whose first one may have other groups:
+    here that is over all processes of a replica, which follow one another.
+    """
+    from torch_tpu._internal.compile import tpu_torch_compile
+
+    names = {
+        node.args[-1]
+        for node in body.graph.nodes
+        if getattr(node.target, "namespace", "") == "_c10d_functional"
+        and isinstance(node.args[-1], str)
+    }
+    of_name = {name: _groups_of(name) for name in names}
+    if len(of_name) < 2:
+        return module
+    text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
+    known = {frozenset(map(frozenset, groups)) for groups in of_name.values()}
+    found = [_parse_groups(match[1], match[2]) for match in _GROUPS.finditer(text)]
+    for groups in of_name.values():
+        ranks = list(itertools.chain(*groups))
+        if all(
+            frozenset(frozenset(ranks[i] for i in group) for group in each) in known
+            for each in found
+        ):
+            break
+    else:
+        raise RuntimeError("torch_tpu has numbered the devices of a loop in an unknown order")
+
+    def rewrite(match: re.Match[str]) -> str:
+        groups = _parse_groups(match[1], match[2])
+        return f"dense<{[[ranks[i] for i in group] for group in groups]}> : tensor<{match[2]}xi64>"
+
+    return tpu_torch_compile.parse_mlir_text(_GROUPS.sub(rewrite, text))
+
+
+_GROUPS = re.compile(r"(?<=replica_groups = )dense<([^>]*)> : tensor<(\d+x\d+)xi64>")
+
+
+def _parse_groups(values: str, shape: str) -> list[list[int]]:
+    """Return groups as StableHLO's text writes them: lists, or bytes of many numbers."""
+    count, size = map(int, shape.split("x"))
+    if values.startswith('"0x'):
+        numbers = list(struct.unpack(f"<{count * size}q", bytes.fromhex(values[3:-1])))
+    else:
+        numbers = [int(number) for number in re.findall(r"\d+", values)]
+    return [numbers[i * size : (i + 1) * size] for i in range(count)]
+
+
+@functools.cache
+def _groups_of(name: str) -> list[list[int]]:
+    """Return the ranks of the group of this name, and of those that are along the same axis."""
+    from torch_tpu._internal.compile import scan, tpu_torch_compile
+
+    def sums(x: torch.Tensor) -> list[torch.Tensor]:
+        for group in (dist.distributed_c10d._get_default_group().group_name, name):
+            summed = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+            x = torch.ops._c10d_functional.wait_tensor(summed)
+        return [x]
+
+    x = scan._to_placeholder(torch.empty(1))
+    text = tpu_torch_compile.serialize_mlir_text(scan._build_body_mlir(sums, [x]))
+    *_, last = _GROUPS.finditer(text)
+    return _parse_groups(last[1], last[2])
 
 
 @contextlib.contextmanager
@@ -218,7 +289,8 @@ def call_kernel(
     inputs: Sequence[torch.Tensor],
     results: Sequence[tuple[Sequence[int], torch.dtype]],
 ) -> list[torch.Tensor]:
-    """Return the results, of these shapes and dtypes, of a StableHLO module of one TPU kernel.
+    """Return the results, of these shapes and dtypes, of a StableHLO module, such as that of one
+    TPU kernel; a graph takes it in.
 
     ``torch.tpu.pallas.jax_op`` does the same of a JAX function, which it lowers itself.
     """
@@ -234,25 +306,82 @@ def call_kernel(
     return tpu_torch_pallas.call_custom_kernel(name, key, inputs=inputs, output_shapes=shapes)
 
 
+def collective_permute(x: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send ``x`` from the first to the second rank of each pair; for graphs that have other
+    collectives too. torch_tpu 0.2.0 knows no such operation, and compiles a graph without any that
+    it knows for one device."""
+    array = tensor_type(x.shape, x.dtype)
+    listed = ", ".join(map(str, map(list, pairs)))
+    module = f"""module {{
+  func.func public @main(%x: {array}) -> {array} {{
+    %y = "stablehlo.collective_permute"(%x) {{
+      channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      source_target_pairs = dense<[{listed}]> : tensor<{len(pairs)}x2xi64>
+    }} : ({array}) -> {array}
+    return %y : {array}
+  }}
+}}"""
+    (received,) = call_kernel(module, [x], [(x.shape, x.dtype)])
+    return received
+
+
+_MLIR_TYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8E4M3FN",
+    torch.int32: "i32",
+    torch.int8: "i8",
+}
+
+
+def tensor_type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return what StableHLO calls tensors of this shape and dtype."""
+    return f"tensor<{'x'.join([*map(str, shape), _MLIR_TYPES[dtype]])}>"
+
+
+@torch.library.custom_op("vit::moved_to", mutates_args=())
+def moved_to(memory: str, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the memory "pinned_host" or "device", in a graph."""
+    tensor = tensor_type(x.shape, x.dtype)
+    # Without a side effect: torch_tpu 0.2.0 gives it no sharding, which libtpu would then require.
+    module = f"""
+        func.func @main(%x: {tensor}) -> {tensor} {{
+          %y = stablehlo.custom_call @annotate_device_placement(%x) {{
+            mhlo.frontend_attributes = {{_xla_buffer_placement = "{memory}"}}
+          }} : ({tensor}) -> {tensor}
+          return %y : {tensor}
+        }}
+    """
+    return call_kernel(module, [x], [(x.shape, x.dtype)])[0]
+
+
+@moved_to.register_fake
+def _(memory: str, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 
     Each rank enters its device there, "world_topo:RANK" and its attributes, and for each axis of a
-    mesh the group that it is in, "pg_sub:AXIS:RANK": strings that follow their lengths. It reads
-    those of all others.
+    mesh, all meshes' counted together, the group that it is in, "pg_sub:NUMBER:RANK": strings that
+    follow their lengths. It reads those of all others. Groups of all ranks, or of one, are not
+    entered.
     """
 
-    mesh: torch.Tensor
-    """The ranks, arranged as the mesh whose groups are made next."""
-
-    def __init__(
-        self, ranks: int, coordinates: Callable[[int], Sequence[int]], slices: int = 1
-    ) -> None:
-        """``coordinates``: of a rank's device x, y, z and its core on the chip. The ranks of a
-        slice follow one another."""
+    def __init__(self, ranks: int, place: Callable[[int], Sequence[int]], slices: int = 1) -> None:
+        """``place``: of a rank's device its number in the slice, x, y, z and its core on the chip.
+        The ranks of a slice follow one another."""
         super().__init__()
-        self._ranks, self._coordinates, self._slices = ranks, coordinates, slices
+        self._ranks, self._place, self._slices = ranks, place, slices
         self._values: dict[str, Any] = {}
+        self._groups: list[torch.Tensor] = []
+        """By number: the groups along an axis, one in each row."""
+
+    def add_mesh(self, mesh: torch.Tensor) -> None:
+        """Add the mesh whose groups are made next."""
+        axes = (axis for axis, size in enumerate(mesh.shape) if 1 < size < mesh.numel())
+        self._groups += [mesh.movedim(axis, -1).flatten(end_dim=-2) for axis in axes]
 
     def set(self, key: str, value: Any) -> None:
         self._values[key] = value
@@ -264,9 +393,9 @@ class AbsentRanks(dist.Store):
         own = self._values[f"{node}:0"].decode().partition(":")[2]
         length, _, rest = own.partition(":")
         entered, told = rest[: int(length)], rest[int(length) :]
-        kind, *axis = entered.split(":")[:-1]
+        kind, *number = entered.split(":")[:-1]
         if kind == "pg_sub":
-            told = self._group(int(rank), int(axis[0]), told)
+            told = self._group(int(rank), int(number[0]), told)
         else:
             told = self._device(int(rank), told)
         entered = f"{entered.rpartition(':')[0]}:{rank}"
@@ -276,18 +405,18 @@ class AbsentRanks(dist.Store):
     def _device(self, rank: int, first: str) -> str:
         """Return a rank's id, process, x, y, z, core, slice and kind, as rank 0 says its own."""
         device = first.split(",")
-        slice_, number = divmod(rank, self._ranks // self._slices)
+        slice_, (number, *coordinates) = rank * self._slices // self._ranks, self._place(rank)
         # Each slice has ids of its own in libtpu, from a multiple of 100,000 on.
         device[0] = str(int(device[0]) + 100_000 * slice_ + number)
-        device[1:6] = map(str, (rank, *self._coordinates(rank)))
+        device[1:6] = map(str, (rank, *coordinates))
         device[6] = str(int(device[6]) + slice_)  # -1: there is but one
         return ",".join(device)
 
-    def _group(self, rank: int, axis: int, first: str) -> str:
+    def _group(self, rank: int, number: int, first: str) -> str:
         """Return a rank's place in its group along an axis, the rank, and what names the group, as
         rank 0 says it of its own."""
-        groups = self.mesh.movedim(axis, -1).flatten(end_dim=-2)
-        (group,) = (sorted(each) for each in groups.tolist() if rank in each)
+        groups = self._groups[number].tolist()
+        (group,) = (sorted(each) for each in groups if rank in each)
         name = first.partition(":")[2] + (str(group[0]) if group[0] else "")
         return f"{group.index(rank)},{rank}:{name}"
 

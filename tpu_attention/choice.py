@@ -39,8 +39,10 @@ def resolve_attention(
     no_kernels = next(filter(None, reasons), None)
     dtype = torch.bfloat16 if sharding.precision == "bf16" else torch.float32
     tensor, domain = sharding.mesh_tensor, sharding.mesh_domain
+    exchanges_heads = domain > 1 and sharding.domain_attention == "ulysses"
+    parts = tensor * (domain if exchanges_heads else 1)
     needed = max(
-        WholeSizes(1, s.num_tokens, s.num_heads // tensor, s.head_dim, dtype).vector_memory()
+        WholeSizes(1, s.num_tokens, s.num_heads // parts, s.head_dim, dtype).vector_memory()
         for s in stacks
     )
     no_whole = no_kernels
@@ -48,10 +50,10 @@ def resolve_attention(
         pass
     elif largest.num_tokens >= FLASH_FROM:
         no_whole = f"supports up to {FLASH_FROM - 1:,} tokens, not {largest.num_tokens:,}"
-    elif domain > 1:
+    elif domain > 1 and not exchanges_heads:
         no_whole = f"is incompatible with --mesh_domain {domain}"
     elif needed > (vector_memory or 0):
-        heads = largest.num_heads // tensor
+        heads = largest.num_heads // parts
         no_whole = f"exceeds the vector memory with {heads} heads of width {largest.head_dim}"
 
     asked = sharding.attention

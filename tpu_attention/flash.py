@@ -7,7 +7,7 @@ transposes for PyTorch's product is transposed back, and XLA drops both.
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,6 +129,32 @@ class Flash:
             # Made outside of the parts: made inside the manual region, the partitioner aborts.
             arguments += [calls.part(mask[:, None])] * (1 + self._segmented)
         return sizes, arguments
+
+
+@dataclass(frozen=True)
+class FlashProducts:
+    """Attention to a part of the keys, whose results are combined with those of others.
+
+    Tensors are (batch, heads, tokens, width), statistics fp32 (batch, heads, tokens), ``valid`` is
+    1 for keys that are no padding, int32 (batch, keys), or None if there is no padding.
+    """
+
+    calls: Calls
+
+    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return softmax(scale q k') v over these keys alone, and statistics."""
+        flash = Flash(q.shape[1], q.shape[3], scale, self.calls)
+        q, k, v = (flash.merge_heads(x) for x in (q, k, v))
+        output, statistics = flash.forward(q, k, v, valid)
+        return flash.split_heads(output), statistics
+
+    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
+        """Return these keys' share of the gradients of q, k and v. ``statistics`` are over all
+        keys; ``inner`` is the sum over each row of the whole output times its gradient ``grad``."""
+        flash = Flash(q.shape[1], q.shape[3], scale, self.calls)
+        q, k, v, grad = (flash.merge_heads(x) for x in (q, k, v, grad))
+        grads = flash.backward(q, k, v, valid, statistics, inner, grad)
+        return [flash.split_heads(x) for x in grads]
 
 
 # ------------------------------------------------------------------------------------------------

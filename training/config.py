@@ -444,8 +444,8 @@ class ShardingConfig:
     )
     mesh_dcn: int | str = flag(
         1,
-        "number of replicas of the parameters; slices: one per TPU slice (XLA); on GPUs, the "
-        "number of HSDP groups",
+        "number of replicas of the parameters; slices: one per TPU slice; on GPUs, the number of "
+        "HSDP groups",
         kind=positive_or_slices,
         metavar="N|slices",
         names=("--mesh_dcn", "--dp_outer"),
@@ -470,9 +470,9 @@ class ShardingConfig:
         "auto",
         "attention across the devices of --mesh_domain; ring: keys and values are passed from "
         "device to device, one part at a time; ulysses: each device computes some of the heads "
-        "for all tokens (GPU); gather: each device gathers all keys and values (XLA); auto: on "
-        "GPUs, ulysses if --mesh_domain divides the number of heads, else ring; on XLA, gather "
-        "for up to 16,384 tokens, else ring",
+        "for all tokens (GPU, TorchTPU); gather: each device gathers all keys and values (XLA); "
+        "auto: on XLA, gather for up to 16,384 tokens, else ring; elsewhere ulysses if "
+        "--mesh_domain divides the number of heads, else ring",
         requires=("mesh_domain",),
     )
     attention: Literal["auto", "sdpa", "plain", "flash", "whole"] = flag(
@@ -485,11 +485,28 @@ class ShardingConfig:
         "on a TPU)",
         requires=("backend=xla|backend=torchtpu",),
     )
+    matmul: Literal["precision", "int8", "fp8"] = flag(
+        "precision",
+        "dtype of the forward matrix products of the blocks' linear layers on TPUs, for which "
+        "weights are gathered in it; precision: same as --precision; int8: one scale per row of "
+        "weights and activations, twice the matrix throughput of bf16 on v5e and v6e; fp8: the "
+        "same in e4m3 on TPU7x (TorchTPU); with TorchTPU: requires --fsdp simple (int8 and fp8 are "
+        "experimental: not yet run on a TPU)",
+        requires=("precision=bf16", "xla_fsdp=spmd|fsdp=simple"),
+    )
+    gather_dtype: Literal["auto", "fp8"] = flag(
+        "auto",
+        "dtype in which the matrices of blocks are gathered on TPUs; auto: same as --precision; "
+        "fp8: e4m3 with one scale per row, half the bytes of bf16; gradients are not in fp8; with "
+        "TorchTPU: requires --fsdp simple (fp8 is experimental: not yet run on a TPU)",
+        requires=("xla_fsdp=spmd|fsdp=simple",),
+        incompatible_with=("run_without_fsdp", "matmul"),
+    )
     mesh_tensor: int = flag(
         1,
         "number of devices that the attention heads and MLP columns of each block are sharded "
-        "over (tensor parallelism); must divide both; XLA with SPMD only; not supported by all "
-        "models (see --list_models)",
+        "over (tensor parallelism); must divide both; XLA with SPMD, or --fsdp simple; not "
+        "supported by all models (see --list_models)",
         kind=positive,
         incompatible_with=("run_without_fsdp",),
     )

@@ -78,7 +78,7 @@ RECIPE = {
     "distributed.dp_outer": Meaning("--dp_outer {}"),
     "distributed.dp_shard": Meaning("--dp_shard {}", "default: all other devices"),
     "distributed.cp": Meaning("--mesh_domain {}", "it splits the rows of images"),
-    "distributed.tp": Meaning("--mesh_tensor {}", "XLA only"),
+    "distributed.tp": Meaning("--mesh_tensor {}", "on TPUs"),
     # fsdp
     "fsdp.init_model_with_meta_device": switch("meta_init"),
     "fsdp.zero_dp_strategy": Meaning("--zero_dp_strategy {}"),

@@ -10,7 +10,7 @@ this module; it needs no device.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.config import ShardingConfig
 from training.errors import UsageError
@@ -35,6 +35,21 @@ LOGICAL_AXIS_RULES: dict[str, Axes] = {
 """The mesh axes that shard each logical axis: of activations, and of unsharded parameters while a
 block computes. ``models.blocks.logical_axes`` gives the logical axes of its parameters. At
 rest, parameters are sharded along "fsdp" and "domain" too (``Mesh.parameter_spec``)."""
+
+
+def tensor_dims(dimensions: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return, for each of a block's parameters that "tensor" shards, the sharded dimension.
+
+    ``dimensions``: the logical axes of each parameter, what a layer folds together unfolded, as of
+    ``models.blocks.logical_axes``.
+    """
+    return {
+        name: index
+        for name, kinds in dimensions.items()
+        for index, kind in enumerate(kinds)
+        if "tensor" in LOGICAL_AXIS_RULES[kind]
+    }
+
 
 _PARAMETER_AXES: Axes = ("fsdp", "domain")
 """The axes that shard parameters at rest, and over which they are gathered before use."""
@@ -264,9 +279,21 @@ def replicas(sharding: ShardingConfig) -> int:
     if isinstance(sharding.mesh_dcn, int):
         return sharding.mesh_dcn
     raise UsageError(
-        f"--mesh_dcn {sharding.mesh_dcn} requires --backend xla and attached TPU slices: use a "
-        "number instead"
+        f"--mesh_dcn {sharding.mesh_dcn} requires attached TPU slices: use a number instead"
     )
+
+
+def on_slices(sharding: ShardingConfig, slices: int) -> ShardingConfig:
+    """Resolve ``--mesh_dcn`` in a job with this number of TPU slices. Raises UsageError if a
+    replica would be on several, or slices had no equal numbers of replicas."""
+    if sharding.mesh_dcn == "slices":
+        return replace(sharding, mesh_dcn=slices)
+    if replicas(sharding) % slices:
+        raise UsageError(
+            f"--mesh_dcn {sharding.mesh_dcn} is not a multiple of {slices}, the number of slices "
+            "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
+        )
+    return sharding
 
 
 def make_mesh(sharding: ShardingConfig, devices: int, what: str = "device(s) of this run") -> Mesh:

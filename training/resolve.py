@@ -355,6 +355,21 @@ def check_rows(mesh: Mesh, model: ModelSpec) -> None:
         )
 
 
+def check_heads_and_columns(mesh: Mesh, model: ModelSpec) -> None:
+    """Raise UsageError if ``--mesh_tensor`` cannot shard the heads and MLP columns of blocks."""
+    from models.blocks import why_no_tensor_parallel  # with PyTorch
+
+    if mesh.tensor == 1:
+        return
+    sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
+    if reason := why_no_tensor_parallel(model.block):
+        raise UsageError(f"{tensor} is incompatible with --model {model.name}: {reason}")
+    if sizes.num_heads % mesh.tensor:
+        raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
+    if sizes.hidden % mesh.tensor:
+        raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
+
+
 def resolve_domain(
     sharding: ShardingConfig,
     refused: Mapping[str, str | None],

@@ -23,12 +23,12 @@ def check_rules(config: RunConfig, *others: Any, only: Collection[str] | None = 
             continue
         typed = option.typed(values[name])
         for requirement in option.flag.requires:
-            alternatives = [text.partition("=")[::2] for text in requirement.split("|")]
+            given = [text.partition("=")[::2] for text in requirement.split("|")]
             # An unknown field belongs to another backend than this run's.
+            alternatives = [(n, wanted) for n, wanted in given if n in known]
             if not any(
                 (str(values[n]) == wanted if wanted else values[n] != known[n].field.default)
                 for n, wanted in alternatives
-                if n in known
             ):
                 texts = [f"{known[n].names[0]} {wanted}".rstrip() for n, wanted in alternatives]
                 field, wanted = alternatives[-1]

@@ -55,22 +55,6 @@ class XlaConfig:
         "the bytes of each block's saved input and of what its norms read",
         requires=("precision=bf16", "xla_fsdp=spmd"),
     )
-    matmul: Literal["precision", "int8"] = flag(
-        "precision",
-        "dtype of the forward matrix products of the blocks' linear layers; precision: same as "
-        "--precision; int8: one scale per row of weights and activations, twice the matrix "
-        "throughput of bf16 on v5e and v6e and half the gathered bytes (int8 is experimental: not "
-        "yet run on a TPU)",
-        requires=("precision=bf16", "xla_fsdp=spmd"),
-    )
-    gather_dtype: Literal["auto", "fp8"] = flag(
-        "auto",
-        "dtype in which the matrices of scanned blocks are gathered; auto: same as --precision; "
-        "fp8: e4m3 with one scale per row, half the bytes of bf16; gradients are not in fp8 (fp8 "
-        "is experimental: not yet run on a TPU)",
-        requires=("xla_fsdp=spmd",),
-        incompatible_with=("run_without_fsdp", "matmul"),
-    )
     mark_step_after_forward: bool = flag(
         False,
         "break the graph between the forward and backward pass, for very large models that exceed "
@@ -109,7 +93,7 @@ class XlaConfig:
         False,
         "also print the 20 slowest instructions of the step that --compile_only compiles, each "
         "with its module of the model and its bottleneck; with --hlo_dir, also plot the step's "
-        "time by module (explain.png); with --backend torchtpu: requires --fsdp simple",
+        "time by module (explain.png); with --backend torchtpu: not with --fsdp fsdp2",
         backends=_TPU,
         requires=("compile_only",),
     )

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from models.spec import ModelSpec
+from tpu_attention.choice import KERNELS
 from tpu_attention.kernels import LANES, SUBLANES, FlashSizes, padded_width, round_up
 from training.config import RunConfig
 from training.mesh import Mesh
@@ -45,14 +46,16 @@ _EXPOSED, _EXPOSED_IN_VMEM, _EXPOSED_BEYOND = 0.45, 0.7, 1.2
 """Share of the traffic's seconds that no product hides: with whole tiles of tokens; where an
 image's tokens leave tiles partly empty, for layers of a block that stay in vector memory, and for
 larger ones."""
-_BESIDE_PRODUCTS = 0.55
+_BESIDE_PRODUCTS, _BESIDE_FAST_PRODUCTS = 0.55, {"v6e": 0.65, "tpu7x": 0.75}
 """With kernels: share of the traffic's seconds that adds to those of products, as the sides of a
-right angle do: little where products take much longer, nearly all where they do not."""
+right angle do: little where products take much longer, nearly all where they do not. More on chips
+whose matrix units are the fastest beside their HBM."""
 
 # Collectives, and saved activations.
-_WAITED_FOR, _HOST_WAITED_FOR = 0.25, 0.25
-"""Share of the seconds that nothing hides: of gathering weights, beside what is longer than all
-else; to and from the host's memory."""
+_LARGEST_MATRIX = 1 / 3
+"""Share of a block's weights."""
+_HOST_WAITED_FOR = 0.25
+"""Share of the seconds, to and from the host's memory, that nothing hides."""
 _SAVED_PASSES, _SAVED_PASSES_WITH_KERNELS = 20, 12
 """How often what is saved beside a block's input goes to or from HBM, at full bandwidth: the
 compiler copies it between layouts."""
@@ -91,6 +94,47 @@ _FORWARD_ALONE = RematCost(0, 0, False, 0, 0)
 
 
 @dataclass(frozen=True)
+class FsdpCost:
+    """What the program of a step holds and moves, where that depends on the implementation of FSDP
+    and on the version of libtpu that compiles it. Bytes are of a value."""
+
+    residual_bytes: int | None = _FP32
+    """Of a block's input, which is saved; None: as ``--precision``."""
+    reduce_bytes: int = _FP32
+    """Of gradients, while they are reduced over devices."""
+    has_shards_of_rows: bool = False
+    """Whether the rows of each parameter are divided, the last ones padded; else as ``Mesh`` does.
+    The loop over blocks then has copies of its own, as ``--precision``."""
+    keeps_gathered: bool = False
+    """Whether weights are not gathered again for the backward pass if nothing is recomputed."""
+    reduces_whole_gradients: bool = False
+    """Whether gradients of a block are whole on each device before they are reduced."""
+    waited_for: float = 0.25
+    """Share of the seconds of gathering and reducing that nothing hides."""
+    hides: float = 1.0
+    """Share of the other seconds that can hide these."""
+    waits_on: tuple[str, ...] = ()
+    """Kinds of chips on which nothing hides them: their collectives are not asynchronous. With
+    shards that are no whole number of tiles, gradients are reduced by all-reduces there."""
+    copies_operands: bool = True
+    """Whether kernels of attention have copies of their operands."""
+
+
+SPMD = FsdpCost()
+SIMPLE_FSDP = FsdpCost(
+    residual_bytes=None,
+    has_shards_of_rows=True,
+    keeps_gathered=True,
+    reduces_whole_gradients=True,
+    waited_for=0.2,
+    hides=0.7,
+    waits_on=("v6e",),
+    copies_operands=False,
+)
+"""By libtpu 0.0.52."""
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes of a device, and its seconds by what it does."""
 
@@ -125,7 +169,12 @@ class Estimate:
 
 
 def estimate(
-    shape: StepSizes, chip: Chip, mesh: Mesh, config: RunConfig, attention: str
+    shape: StepSizes,
+    chip: Chip,
+    mesh: Mesh,
+    config: RunConfig,
+    attention: str,
+    fsdp: FsdpCost = SPMD,
 ) -> Estimate:
     """Return what a run of blocks in a step is expected to need on each device.
 
@@ -138,9 +187,15 @@ def estimate(
     rounds = ahead + (3 if shape.learns else 1)  # the backward pass counts as two forward ones
     value_bytes = 4 if config.sharding.precision == "fp32" else 2
     parameter_bytes = state_bytes(config, trains=shape.learns)
-    has_kernels = attention != "sdpa"  # kernels of attention write no scores
+    has_kernels = attention in KERNELS  # which write no scores
     block_runs = passes * shape.depth
-    state = shape.state_parameters * _share_held(mesh, shape.block_shapes) / tensor
+    over = mesh.fsdp * mesh.domain  # these devices share parameters
+    if fsdp.has_shards_of_rows:
+        rows_held = sum(math.ceil(s[0] / over) * math.prod(s[1:]) for s in shape.block_shapes)
+        held = rows_held / sum(map(math.prod, shape.block_shapes))
+    else:
+        held = _share_held(mesh, shape.block_shapes)
+    state = shape.state_parameters * held / tensor
 
     # Sizes of one block in one pass on one device.
     unit = 256 if chip.kind in ("v6e", "tpu7x") else 128  # the side of the matrix unit
@@ -151,7 +206,7 @@ def estimate(
     )  # of products: each sequence padded to whole tiles
     heads, hidden = shape.heads / tensor, shape.hidden / tensor
     weights = shape.block_parameters / tensor
-    input_bytes = rows * shape.width / tensor * _FP32
+    input_bytes = rows * shape.width / tensor * (fsdp.residual_bytes or value_bytes)
 
     # Attention: the sizes of its two products, bytes of the scores, bytes of the kernels' operands.
     queries, keys = round_up(tokens, SUBLANES), round_up(shape.tokens, unit)
@@ -200,7 +255,8 @@ def estimate(
         moved += (2 * passes + 1) * _FP32 * state
     moving_s = moved / chip.hbm_bandwidth
     if has_kernels:
-        traffic_s = math.hypot(products_s, _BESIDE_PRODUCTS * moving_s) - products_s
+        beside = _BESIDE_FAST_PRODUCTS.get(chip.kind, _BESIDE_PRODUCTS)
+        traffic_s = math.hypot(products_s, beside * moving_s) - products_s
     elif tokens % LANES == 0:
         traffic_s = _EXPOSED * moving_s
     elif rows * shape.hidden / tensor * value_bytes <= _VMEM / 2:
@@ -211,14 +267,19 @@ def estimate(
     # Collectives. Devices along "tensor" are neighbours, with a link for each doubling of their
     # number, but for those of one chip; weights and keys are gathered over the other devices by the
     # links that are left, which the devices of a chip share.
-    gathered_over = mesh.fsdp * mesh.domain
-    received = (gathered_over - 1) / gathered_over
+    received = (over - 1) / over
+    waits = chip.kind in fsdp.waits_on
+    stays = fsdp.keeps_gathered and shape.learns and config.sharding.grad_ckpt == "none"
     layer_bytes = rows * shape.width * value_bytes
     gathered = (ahead + 1) * weights * value_bytes * received
     reduced = 0.0
-    if shape.learns:  # gathered again for the backward pass
-        gathered += weights * value_bytes * received
-        reduced = weights * _FP32 * received
+    if shape.learns:
+        if not stays:  # gathered again for the backward pass
+            gathered += weights * value_bytes * received
+        reduced = weights * fsdp.reduce_bytes * received
+        matrices = [sides for sides in shape.block_shapes if len(sides) > 1]
+        if waits and any(math.ceil(sides[0] / over) % SUBLANES for sides in matrices):
+            reduced *= 2
     rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
     tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)
@@ -230,7 +291,8 @@ def estimate(
         joined = (rounds + policy.recomputed) * 2 * layer_bytes * (tensor - 1) / tensor
         tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
         tensor_s = block_runs * (joined / tensor_bandwidth)
-    longer_s = max(0.0, gathering_s - products_s - traffic_s)
+    longer_s = max(0.0, gathering_s - fsdp.hides * (products_s + traffic_s))
+    waiting_s = gathering_s if waits else fsdp.waited_for * gathering_s + longer_s
     between_slices = 0.0
     if shape.learns:
         between_slices = passes * 2 * (mesh.dcn - 1) / mesh.dcn * _FP32 * state
@@ -249,19 +311,24 @@ def estimate(
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
     inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes
+    if stays:
+        saved += shape.depth * weights * value_bytes
     at_work = rows * ((2 + 6 / tensor) * shape.width + 3 * hidden) * value_bytes
     at_work += 3 * score_bytes
-    at_work += kernel_bytes
-    unsharded = 1.3 * shape.block_parameters / tensor * value_bytes
+    at_work += kernel_bytes if fsdp.copies_operands else 0
+    unsharded = 1.3 * weights * value_bytes
+    if fsdp.reduces_whole_gradients and shape.learns:
+        unsharded += weights * fsdp.reduce_bytes * (_LARGEST_MATRIX if waits else 1)
+    copies = value_bytes if fsdp.has_shards_of_rows else 0
     image_bytes = sequences * passes * shape.pixels / mesh.domain * _FP32
     return Estimate(
-        held_bytes=state * (parameter_bytes + gradient_bytes)
+        held_bytes=state * (parameter_bytes + gradient_bytes + copies)
         + (saved + image_bytes if shape.learns else 0),
         block_bytes=at_work + unsharded + (0 if shape.learns else saved),
         output_bytes=images * shape.outputs * (value_bytes if shape.learns else _FP32),
         products_s=products_s,
         traffic_s=traffic_s,
-        waiting_s=_WAITED_FOR * gathering_s + longer_s + tensor_s,
+        waiting_s=waiting_s + tensor_s,
         dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
         saving_s=block_runs * saving_s,
     )

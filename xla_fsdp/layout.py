@@ -12,11 +12,12 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
-from models.blocks import logical_axes
-from training.mesh import Axes, Spec
+from models.blocks import logical_axes, packed_parts
+from models.rounding import from_bytes, round_to_bytes
+from training.mesh import Axes, Spec, tensor_dims
 from xla_fsdp.attention.kernel_calls import Shards
 from xla_fsdp.hosts import device_order
-from xla_fsdp.parallel_plan import XlaRun, packed_parts, tensor_dims
+from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.torch_xla_private import local_device_names, mark_sharding, op_sharding_arguments
 
 # ------------------------------------------------------------------------------------------------
@@ -76,12 +77,6 @@ def mark_numbers(x: torch.Tensor, mark: MarkAs, *specs: Spec) -> torch.Tensor:
     return x
 
 
-_FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FP8).max
-_LEAST = 1e-30
-"""The least factor: a row of zeros has one, too."""
-
-
 class GatherInFp8(torch.autograd.Function):
     """As ``gather``, by specs, with numbers rounded to fp8, and a factor for each index along a
     sharded dimension: each device finds those of its part. The gradient is not rounded."""
@@ -93,10 +88,11 @@ class GatherInFp8(torch.autograd.Function):
         ctx.dtype, ctx.shard, ctx.mark = weight.dtype, shard, mark
         along = next((d for d, axes in enumerate(shard) if axes), 0)
         others = [d for d in range(weight.dim()) if d != along]
-        factors = (weight.abs().amax(others, keepdim=True) / _LARGEST).clamp(min=_LEAST)
-        rounded = mark_numbers((weight / factors).to(_FP8), mark, shard, whole)
-        factors = mark_numbers(factors, mark, shard, whole)
-        return (rounded.to(weight.dtype) * factors).to(used)
+        numbers, factors = (
+            mark_numbers(tensor, mark, shard, whole)
+            for tensor in round_to_bytes(weight, torch.float8_e4m3fn, others)
+        )
+        return from_bytes(numbers, factors, used)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from models.blocks import FOLDED
-from training.mesh import LOGICAL_AXIS_RULES
 from training.resolve import Run
 from xla_fsdp.config import XlaConfig
 
@@ -43,21 +40,3 @@ class XlaPlan:
 
 
 XlaRun = Run[XlaConfig, XlaPlan]
-
-
-def tensor_dims(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return, for each of a block's parameters that "tensor" shards, the sharded dimension.
-
-    The parameters are those that ``pack`` makes; ``dimensions`` are ``models.blocks.logical_axes``.
-    """
-    return {
-        name: index
-        for name, kinds in dimensions.items()
-        for index, kind in enumerate(kinds)
-        if "tensor" in LOGICAL_AXIS_RULES[kind]
-    }
-
-
-def packed_parts(dimensions: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Return the parameters that ``pack`` reshapes to (parts, rows, ...), with their parts."""
-    return {name: FOLDED[kinds[0]] for name, kinds in dimensions.items() if kinds[0] in FOLDED}

@@ -16,6 +16,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from models.rounding import from_bytes, round_to_bytes
 from xla_fsdp.layout import Marked, MeshLayout, NumberMarks, mark_numbers
 from xla_fsdp.remat import SaveInput
 from xla_fsdp.torch_xla_private import dot_general
@@ -176,17 +177,6 @@ class _AddBias(torch.autograd.Function):
 # has the gradient of doing nothing (Bengio et al., arXiv:1308.3432).
 
 
-_STEPS = 127
-
-
-def round_to_int8(x: torch.Tensor, along: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` as int8 and fp32 factors that give it back, one for all ``along`` dimensions."""
-    x = x.float()
-    largest = x.abs().amax(along, keepdim=True)
-    factors = torch.where(largest > 0, largest, torch.ones_like(largest)) / _STEPS
-    return torch.round(x / factors).to(torch.int8), factors
-
-
 class _Int8Product(torch.autograd.Function):
     """The product of ``products.product``, computed in int8, with a sharded weight."""
 
@@ -199,13 +189,14 @@ class _Int8Product(torch.autograd.Function):
         along_weight = tuple(weight_axes.index(axis) for axis in summed)
         *specs, mark = marks
         numbers, factors = (
-            mark_numbers(tensor, mark, *specs) for tensor in round_to_int8(weight, along_weight)
+            mark_numbers(tensor, mark, *specs)
+            for tensor in round_to_bytes(weight, torch.int8, along_weight)
         )
         ctx.save_for_backward(x, numbers, factors)
         ctx.equation, ctx.marks, ctx.dtype = equation, marks, weight.dtype
         if saved_result is not None:
             return saved_result
-        x_numbers, x_factors = round_to_int8(x, along_x)
+        x_numbers, x_factors = round_to_bytes(x, torch.int8, along_x)
         along: tuple = ((list(along_x), list(along_weight)), ([], []))
         sums = dot_general(x_numbers, numbers, along, preferred_element_type=torch.int32)
         rows = x.dim() - len(along_x)
@@ -217,7 +208,7 @@ class _Int8Product(torch.autograd.Function):
     def backward(ctx, grad):
         x, numbers, factors = ctx.saved_tensors
         grad = apart(grad.to(x.dtype))
-        weight = apart((numbers * factors).to(x.dtype))
+        weight = apart(from_bytes(numbers, factors, x.dtype))
         grad_x, grad_weight = _gradients(ctx.equation, grad, x, weight)
         at_rest, _, mark = ctx.marks
         grad_weight = mark_numbers(grad_weight, mark, at_rest).to(ctx.dtype)

@@ -7,16 +7,16 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from models.blocks import why_no_tensor_parallel
 from tpu_attention.choice import for_teacher, resolve_attention
 from tpu_attention.kernels import DEFAULT_VECTOR_MEMORY, LARGEST_VECTOR_MEMORY
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic
 from training.errors import UsageError
 from training.flags import by_field
-from training.mesh import make_mesh
+from training.mesh import make_mesh, on_slices
 from training.resolve import (
     check_batch,
+    check_heads_and_columns,
     check_rows,
     resolve_common,
     resolve_domain,
@@ -87,18 +87,12 @@ def resolve_for_slice(
     else:
         if slices is None:
             slices = slice_count() if device == "TPU" else 1
-        if config.sharding.mesh_dcn == "slices":
-            config = replace(config, sharding=replace(config.sharding, mesh_dcn=slices))
+        config = replace(config, sharding=on_slices(config.sharding, slices))
         if device == "CPU":
             mesh = make_mesh(config.sharding, xla.cpu_devices)
         else:  # torch_xla counts the devices of this slice only
             devices = host_tpu().num_expected_global_devices() * slices
             mesh = make_mesh(config.sharding, devices)
-            if mesh.dcn % slices:
-                raise UsageError(
-                    f"--mesh_dcn {mesh.dcn} is not a multiple of {slices}, the number of slices "
-                    "(MEGASCALE_NUM_SLICES): use --mesh_dcn slices"
-                )
             here = host_tpu().num_available_devices()
             if mesh.devices > here and here % mesh.tensor:
                 raise UsageError(
@@ -108,18 +102,12 @@ def resolve_for_slice(
     config = with_micro_batches(config, mesh)
     if model is None:  # after the cheap checks: timm takes a second
         config, model = resolve_model(config)
-    xla = _resolve_scan(config.sharding.grad_ckpt, xla, model)
+    xla = _resolve_scan(config.sharding, xla, model)
 
     # Check that the mesh can shard the model.
     check_rows(mesh, model)
+    check_heads_and_columns(mesh, model)
     sizes, tensor = model.sizes, f"--mesh_tensor {mesh.tensor}"
-    if mesh.tensor > 1:
-        if reason := why_no_tensor_parallel(model.block):
-            raise UsageError(f"{tensor} is incompatible with --model {model.name}: {reason}")
-        if sizes.num_heads % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide --num_heads {sizes.num_heads}")
-        if sizes.hidden % mesh.tensor:
-            raise UsageError(f"{tensor} does not divide the MLP width {sizes.hidden}")
 
     # --domain_attention.
     hindered = None
@@ -158,8 +146,8 @@ def resolve_for_slice(
         grad_ckpt=sharding.grad_ckpt,
         bf16=sharding.precision == "bf16",
         residual_bf16=xla.residual_dtype == "bf16",
-        int8=xla.matmul == "int8",
-        gather_fp8=xla.gather_dtype == "fp8",
+        int8=sharding.matmul == "int8",
+        gather_fp8=sharding.gather_dtype == "fp8",
     )
     run = XlaRun(config, xla, model, mesh, plan, {"grad_ckpt": why_policy})
     check_batch(run)
@@ -177,6 +165,8 @@ def _resolve_form(sharding: ShardingConfig, xla: XlaConfig) -> XlaConfig:
 
 def _check_form(sharding: ShardingConfig, optimizer: str, xla: XlaConfig, device: str) -> None:
     """Raise UsageError for flags that are incompatible with ``--xla_fsdp``."""
+    if sharding.matmul == "fp8":
+        raise UsageError("--matmul fp8 requires --backend torchtpu: with xla use int8")
     if xla.xla_fsdp == "nested":
         known = by_field(RunConfig)
         for name in ("mesh_dcn", "mesh_fsdp", "mesh_domain", "mesh_tensor"):
@@ -196,9 +186,9 @@ def _check_form(sharding: ShardingConfig, optimizer: str, xla: XlaConfig, device
         raise UsageError("--optimizer muon requires --xla_fsdp spmd, as it updates whole matrices")
 
 
-def _resolve_scan(policy: str, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
-    """Resolve ``--scan_blocks``; ``policy``: ``--grad_ckpt``. Raises UsageError for flags that
-    require or exclude it."""
+def _resolve_scan(sharding: ShardingConfig, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
+    """Resolve ``--scan_blocks``. Raises UsageError for flags that require or exclude it."""
+    policy = sharding.grad_ckpt
     breaks = "--mark_step_every_n_blocks" if xla.mark_step_every_n_blocks else None
     hindered_by = "--xla_fsdp nested" if xla.xla_fsdp == "nested" else breaks
     differ = None if hindered_by else model.why_blocks_differ()
@@ -208,10 +198,10 @@ def _resolve_scan(policy: str, xla: XlaConfig, model: ModelSpec) -> XlaConfig:
         needs = f"requires scanned blocks, which this run does not have ({reason})"
         if policy in ("selective", "offload"):
             raise UsageError(f"--grad_ckpt {policy} {needs}: use --grad_ckpt full")
-        if xla.matmul == "int8":
+        if sharding.matmul == "int8":
             raise UsageError(f"--matmul int8 {needs}: drop it")
-        if xla.gather_dtype != "auto":
-            raise UsageError(f"--gather_dtype {xla.gather_dtype} {needs}: drop it")
+        if sharding.gather_dtype != "auto":
+            raise UsageError(f"--gather_dtype {sharding.gather_dtype} {needs}: drop it")
     if policy == "offload" and xla.mark_step_after_forward:  # the host's memory is the graph's own
         raise UsageError(
             "--grad_ckpt offload is incompatible with --mark_step_after_forward: drop one of the "

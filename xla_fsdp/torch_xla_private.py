@@ -190,6 +190,13 @@ def original_parameters(unit: Any, shard: Any) -> tuple[str, list[tuple[str, tor
 def free_gathered(unit: Any) -> None:
     """Free the gathered weights of one unit of FSDP; its next pass gathers them again."""
     unit._free_full_params(apply_opt_barrier=False)
+    # Flat ones leave views of themselves in the modules, which would keep them.
+    flat = unit.module
+    views = [(module, name) for _, module, name in flat._param_infos]
+    views += [(module, name) for _, _, module, name, _, _ in flat._shared_param_infos]
+    for module, name in views:
+        module.__dict__.pop(name, None)
+    flat._fpw_module.__dict__.pop("_unflattened_param_views", None)
 
 
 def scatter_gradients_as_rows(unit: Any, devices: int) -> None:

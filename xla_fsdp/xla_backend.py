@@ -260,6 +260,7 @@ class XlaBackend(Backend):
         if self._names:
             self._names.name_backward(loss, LOSS)
         loss.backward()
+        self._reshard()
         self._in_loss.close()
         self._passes_s += time.perf_counter() - self._synced_s - self._pass_began_s
         # One graph for all passes would hold the activations of all passes. All passes use the same
@@ -408,7 +409,8 @@ class XlaBackend(Backend):
         # A TPU computes fp32 products in bf16, too.
         lower = self._sharding.precision == "bf16" or self._device_type == "TPU"
         used = [torch.finfo(torch.bfloat16 if lower else torch.float32).eps]
-        used += [torch.finfo(torch.float8_e4m3fn).eps] if self._xla.gather_dtype == "fp8" else []
+        if self._sharding.gather_dtype == "fp8":
+            used.append(torch.finfo(torch.float8_e4m3fn).eps)
         # Stochastic rounding is off by up to a whole unit.
         used += [2 * torch.finfo(torch.bfloat16).eps] if self._rounds_moments else []
         return max(used) / 2

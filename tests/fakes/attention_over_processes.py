@@ -33,7 +33,7 @@ def compare(form: str, patches: tuple[int, ...], prefix: int, own: int, value_wi
     """One case; ``own`` queries, if any, ask in the place of the tokens."""
     torch.manual_seed(sum(patches) + prefix)
     count, rank = sum(patches), dist.get_rank()
-    group = DomainGroup(dist.group.WORLD, rank, patches)
+    group = DomainGroup(dist.group.WORLD, rank, patches, tuple(range(len(patches))))
     tokens = prefix + count
     q, k, v, weights = (
         torch.randn(BATCH, HEADS, number, width)
@@ -67,7 +67,7 @@ def compare(form: str, patches: tuple[int, ...], prefix: int, own: int, value_wi
     if form == "ring":
         found = ring_attention(*parts, prefix, scale, group)
     else:
-        found = ulysses_attention(*parts, (first, prefix), scale, group)
+        found = ulysses_attention(*parts, (first, prefix), group, F.scaled_dot_product_attention)
     grads = gradients(found, here(weights, first), parts)
     errors = [off(found, here(expected, first))]
     for grad, wanted, before in zip(grads, expected_grads, befores, strict=True):

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,18 @@ class StandIn:
         """By worker, the signals that remote_program.py noted."""
         paths = {i: self.folder / f"worker_{i}" / "received" for i in range(4)}
         return {i: path.read_text() for i, path in paths.items() if path.exists()}
+
+    def lose(self, number: int) -> None:
+        """Slice ``number`` is gone, and with it the connections to its workers.
+
+        The launcher may end one before it is killed here: it sees the end of another.
+        """
+        (self.folder / f"state_pod-{number}").write_text("PREEMPTED")
+        workers = int((self.folder / "workers").read_text())
+        for worker in range(number * workers, (number + 1) * workers):
+            client = int((self.folder / f"worker_{worker}" / "client").read_text())
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(client, signal.SIGKILL)
 
     def wait_until_gone(self) -> None:
         wait_until(lambda: not self.left_running())

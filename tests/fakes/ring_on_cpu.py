@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.fakes.flash_on_cpu import Interpreted, gradients, interpreted
+from torch_fsdp.domain import PartProducts
 from tpu_attention import flash
+from tpu_attention.flash import FlashProducts
 from xla_fsdp import scan
-from xla_fsdp.attention.sharded import FlashProducts, Ring
+from xla_fsdp.attention.sharded import Ring
 
 # (devices, tokens, width of a head): parts that the kernels take as they are, and padded ones.
 CASES = [(2, 256, 64), (3, 200, 64), (2, 300, 136)]
@@ -51,6 +53,19 @@ def main() -> None:
         errors.append(
             [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
         )
+    # The same kernels in a ring of processes: of some keys, all that PyTorch's products return.
+    q, k, v, grad = (torch.randn(2, 3, tokens, 64) for tokens in (200, 300, 300, 200))
+    found, expected = [], []
+    for values, products in (
+        (found, PartProducts.by_flash(Interpreted())),
+        (expected, PartProducts()),
+    ):
+        output, statistics = products.attend(q, k, v, 0.1)
+        values += [output, statistics]
+        values += products.backward(grad, q, k, v, output, statistics, 0.1)
+    errors.append(
+        [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+    )
     print(json.dumps(errors))
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch_tpu._internal.distributed import tpu_distributed
 from torch_tpu._internal.utils import hardware
 
@@ -108,6 +109,90 @@ class OverTheHost(dist.ProcessGroup):
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
 
+# Collectives as functions, which would reach gloo with Python's lock held, too.
+
+
+def all_reduce(x, op, name):
+    y = x.clone()
+    dist.all_reduce(y, getattr(dist.ReduceOp, op.upper()), _resolve_process_group(name))
+    return y
+
+
+def all_gather_into_tensor(x, size, name):
+    y = x.new_empty(size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(y, x.contiguous(), _resolve_process_group(name))
+    return y
+
+
+def reduce_scatter_tensor(x, op, size, name):
+    y = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.AVG
+    dist.reduce_scatter_tensor(y, x.contiguous(), op, _resolve_process_group(name))
+    return y
+
+
+def all_to_all_single(x, received, sent, name):
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), received, sent, _resolve_process_group(name))
+    return y
+
+
+def wait_tensor(x):
+    return x
+
+
+FUNCTIONS = {
+    each.__name__: each
+    for each in (
+        *(all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single),
+        wait_tensor,
+    )
+}
+
+
+def compile_graph_of_the_host(self, graph, inputs, written):
+    """In the place of ``devices.Tpu.compile_graph``: XLA's program would have no collectives
+    between processes. PyTorch computes the graph on the host, where gloo is."""
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.nodes:
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", torch.device("cpu"))
+                if str(node.target).startswith("_c10d_functional."):
+                    node.target = FUNCTIONS[node.target._opname]
+            part.recompile()
+
+    def run(*given):
+        copies = [x.cpu() for x in given]
+        found = [x.to(self.where) for x in graph(*copies)]
+        for index in written:
+            given[index].copy_(copies[index])
+        return found
+
+    return run
+
+
+def linear_backward(x, grad, weight, needed):
+    """An operation of graphs of "tpu" that the CPU does not have."""
+    rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+    results = (lambda: grad @ weight, lambda: grad_rows.mT @ rows, lambda: grad_rows.sum(0))
+    return tuple(result() if asked else None for asked, result in zip(needed, results, strict=True))
+
+
+_functional = torch.library.Library("_c10d_functional", "IMPL")
+_aten = torch.library.Library("aten", "IMPL")
+
+
+def functional_over_the_host(name: str) -> None:
+    """Let a functional collective of tensors on "tpu" be that of copies on the CPU."""
+    operation = getattr(torch.ops._c10d_functional, name).default
+
+    def staged(x, *args):
+        return torch.ops._c10d_functional.wait_tensor(operation(x.cpu(), *args)).to(x.device)
+
+    _functional.impl(name, staged, "PrivateUse1", allow_override=True)
+
+
 def _done(result):
     future = torch.futures.Future()
     future.set_result(result)
@@ -128,6 +213,12 @@ def on_the_host() -> None:
     devices.Tpu.kernel_memory = None
     if os.environ.get("WORLD_SIZE", "1") != "1":
         tpu_distributed.create_process_group = OverTheHost
+        devices.Tpu.compile_graph = compile_graph_of_the_host
+        for name in ("barrier", "scan"):
+            setattr(devices.Tpu, name, getattr(devices.Device, name))
+        for name, function in FUNCTIONS.items():  # where no graph is, as in evaluations
+            _functional.impl(name, function, "PrivateUse1", allow_override=True)
+        _aten.impl("linear_backward", linear_backward, "CPU")
         # The runtime would look for the devices of all processes: it reads C's environment, where
         # this is removed. The program, which reads Python's, asks whether a launcher set these.
         ctypes.CDLL(None).unsetenv(b"WORLD_SIZE")
@@ -164,8 +255,11 @@ def in_slices(indices: list[int]) -> None:
 
 if __name__ == "__main__":
     on_the_host()
-    if slices := os.environ.get("SLICES"):
-        in_slices([int(index) for index in slices.split()])
+    if indices := os.environ.get("SLICES"):
+        in_slices([int(index) for index in indices.split()])
+    elif slices := int(os.environ.get("MEGASCALE_NUM_SLICES") or 0):
+        world = int(os.environ["WORLD_SIZE"])
+        in_slices([rank * slices // world for rank in range(world)])
     # PROGRAM: another module to run so, such as tests.fakes.signal_at_step.
     program = importlib.import_module(os.environ.get("PROGRAM", "run_vit_training"))
     sys.exit(program.main(["--backend", "torchtpu", *sys.argv[1:]]))

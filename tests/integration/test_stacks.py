@@ -70,7 +70,7 @@ def data(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_tpu_private, "tpus_of_host", lambda: 4)
     # What would take minutes.
     monkeypatch.setattr(command, "compile_step", lambda *flags: 0)
-    monkeypatch.setattr(torchtpu, "_check_installed", lambda: None)
+    monkeypatch.setattr(torchtpu, "check_installed", lambda mode: None)
     monkeypatch.setattr(torchtpu, "_plugin_variables", lambda *where: {})
     monkeypatch.setattr(torchtpu, "_record", lambda *what: "Used 2.00G of 1.00G hbm")
     monkeypatch.setattr(plan, "plan_slices", lambda *flags: 0)
@@ -100,10 +100,15 @@ def values_of_flags(folder):
     for own in BACKEND_CONFIGS.values():
         for item in items(own, folder):
             (field,) = [name for name, typed in item.words.items() if typed == item.name][-1:]
-            if any(condition.count("backend=") > 1 for condition in known[field].flag.requires):
-                # Of several stacks that have it, the item names the first.
-                others = {name: word for name, word in item.words.items() if name != "backend"}
-                item = replace(item, words=others)
+            # Of several stacks that have it, the item names one.
+            of_several = {
+                each.partition("=")[0]
+                for condition in known[field].flag.requires
+                if "|" in condition
+                for each in condition.split("|")
+            } & {*FORM, "xla_fsdp"}
+            others = {name: word for name, word in item.words.items() if name not in of_several}
+            item = replace(item, words=others)
             found[field][item.name] = item
     for field, words in NOT_SWEPT.items():
         name = known[field].names[0]

@@ -88,7 +88,7 @@ NOT_ON_GPUS = {
     **{f"--attention {how}": "TPUs only" for how in ("auto", "sdpa", "plain", "flash", "whole")},
     "--grad_ckpt offload": XLA_ONLY,
     "--domain_attention gather": XLA_ONLY,
-    "--mesh_tensor 2": XLA_ONLY,
+    "--mesh_tensor 2": "--fsdp simple only",
     "--mesh_dcn slices": XLA_ONLY,
     "--mesh_fsdp 4": "there are two processes",
     "--precision fp16": CUDA_ONLY,
@@ -105,4 +105,5 @@ NOT_IN_FORM = {
         "--mesh_domain 2": FSDP2_ONLY,
         **{f"--domain_attention {how}": FSDP2_ONLY for how in ("auto", "ring", "ulysses")},
     },
+    "simple": dict.fromkeys(("--zero_dp_strategy 1", "--no-meta_init"), "Megatron-FSDP only"),
 }

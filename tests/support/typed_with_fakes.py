@@ -39,6 +39,7 @@ from tests.support.launching import script
 from tests.support.table_files import write_beans
 from tests.support.two_towers import write_run
 from tools.compile_only import torchtpu
+from tools.plan.stacks import PyTorchXla, stack_of
 from tools.plan.tpu_search import candidates
 from tools.show_augmentations import read_run
 from training.flags import check_foreign
@@ -78,10 +79,12 @@ def plans(machine: Machine, command: Command, tmp_path: Path) -> None:
     """run_vit_training.py would plan with these flags."""
     words = machine.noted(command, "python3")
     asked = read_flags(words[1:])
-    check_foreign(asked.backend_configs, "xla", asked.run.explicitly_set)
+    stack = stack_of(asked.run, asked.xla, asked.torch)
+    backend = "xla" if isinstance(stack, PyTorchXla) else "torchtpu"
+    check_foreign(asked.backend_configs, backend, asked.run.explicitly_set)
     config, _ = resolve_model(resolve_common(asked.run))
     assert config.plan
-    assert next(candidates(config, asked.xla, asked.plan.chips_at_most))
+    assert next(candidates(config, stack, asked.plan.chips_at_most))
 
 
 def compiles(machine: Machine, command: Command, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ def placeholder_batch(
 ) -> tuple[Batch, Fields]:
     """Return a process's uninitialized shard of a training batch on a device, and its fields."""
     data = run.config.data
-    shard = BatchShard(backend.batch_shard, backend.batch_shards)
+    rows = backend.image_rows if run.mesh.domain > 1 else None
+    shard = BatchShard(backend.batch_shard, backend.batch_shards, rows)
     request = dataset_request(run, labels=run.config.objective.uses_labels)
     dtype = getattr(torch, data.image_dtype(len(request.size)))
     fields = request.view.fields(request, dtype, is_train=True)

@@ -16,6 +16,7 @@ is measured on this machine, and told beside the expected step.
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from gpu_fsdp import resolve_gpu
@@ -79,24 +81,28 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     """Print the table, or with ``--json`` the figures, and return the exit code: 0 if it fits.
     Raises UsageError."""
     name = slice_name(asked)
-    _check_installed()
+    check_installed("--compile_only")
     used = (torch_tpu_private, kernels_private, timm_private)
     warn_of_others(*(module.WRITTEN_FOR for module in used))
     check_features(config, asked)
     topology = parse_topology(name, replicas(config.sharding))
-    if topology.generation == 4:
-        raise UsageError("--compile_only with --backend torchtpu does not support v4")
+    check_compiler(topology)
     run = resolve_for_slice(config, backend_config, topology)
-    if run.mesh.fsdp != topology.slice_devices:
+    if run.mesh.dcn != topology.slices:
         raise UsageError(
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
-            f"only, not {run.mesh}: drop --mesh_domain and --run_without_fsdp"
+            f"only, not {run.mesh}: drop --run_without_fsdp"
+        )
+    if run.mesh.domain > 1 and run.plan.compile != "step":
+        raise UsageError(
+            f"--compile_only with --backend torchtpu and --mesh_domain {run.mesh.domain} requires "
+            "--fsdp simple, without --no-compile"
         )
     if asked.explain and run.plan.compile != "step":
         raise UsageError(
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile"
         )
-    links = Links(topology)
+    links = _links(run, topology)
     hlo_dir = make_hlo_dir(asked.hlo_dir)
 
     start, load = time.perf_counter(), os.getloadavg()[0]
@@ -112,6 +118,9 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
             if needed is None:
                 raise UsageError(f"the step cannot be traced or compiled: {recorded}")
             log(f"does not fit: one program alone needs {needed / 2**30:.2f} GiB")
+            if config.use.json:
+                figures = {"topology": topology.name, "fits": False, "peak_hbm_bytes": needed}
+                print(json.dumps(figures | {"expected_step_s": None}))
             return DOES_NOT_FIT
         COUNTED.update(recorded.kernels)
         step = ProgramLog((folder / "log").read_text(encoding="utf-8"), recorded.last_step, folder)
@@ -151,16 +160,27 @@ def compile_step(config: RunConfig, backend_config: TorchConfig, asked: XlaConfi
     return code
 
 
-def _check_installed() -> None:
-    """Raise UsageError if something is missing that this needs."""
+def check_installed(mode: str) -> None:
+    """Raise UsageError if something is missing that the flag ``mode`` needs to compile."""
     for package in ("torch_tpu", "libtpu"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(
-                f"--compile_only with --backend torchtpu requires the package {package}: python3 "
-                "-m pip install -r requirements-torchtpu.txt"
+                f"{mode} with --backend torchtpu requires the package {package}: python3 -m pip "
+                "install -r requirements-torchtpu.txt"
             )
     if shutil.which("cc") is None:
-        raise UsageError("--compile_only with --backend torchtpu requires a C compiler, cc")
+        raise UsageError(f"{mode} with --backend torchtpu requires a C compiler, cc")
+
+
+def check_compiler(topology: Topology) -> None:
+    """Raise UsageError if libtpu here compiles for no such slice."""
+    if topology.generation == 4:
+        raise UsageError(f"--backend torchtpu does not support --tpu_topology {topology.name}")
+
+
+def _links(run: TorchRun, topology: Topology) -> Links:
+    """Return the links of a slice whose processes are numbered as a run's."""
+    return Links(topology, by_host=run.mesh.tensor > 1)
 
 
 # -- the run, as rank 0 of a slice ----------------------------------------------------------------
@@ -173,14 +193,18 @@ class PlaceholderTpu(devices.Tpu):
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
     store: torch_tpu_private.AbsentRanks
+
+    def slices(self) -> int | None:
+        return 1  # not those of this machine's job
+
     """By which the other processes of the slice seem to be there."""
 
     def count(self) -> int | None:
         return None
 
-    def arrange(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self.store.mesh = super().arrange(shape)
-        return self.store.mesh
+    def mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        self.store.add_mesh(ranks)
+        return super().mesh(ranks, names)
 
 
 @contextlib.contextmanager
@@ -313,13 +337,14 @@ def _run_steps(
     run = resolve_for_slice(config, backend_config, topology)
     device = PlaceholderTpu()
     device.start(tf32=False, products=run.plan.products)
-    places = Links(topology).places
+    places, cores = _links(run, topology).places, topology.chip.devices
+    numbers = {place: number for number, place in enumerate(Links(topology).places[::cores])}
 
-    def coordinates(rank: int) -> tuple[int, int, int, int]:
-        x, y, z = (*places[rank % len(places)], 0)[:3]
-        return x, y, z, rank % topology.chip.devices
+    def place(rank: int) -> tuple[int, int, int, int, int]:
+        x, y, z = (*(of_chip := places[rank % len(places)]), 0)[:3]
+        return numbers[of_chip] * cores + rank % cores, x, y, z, rank % cores
 
-    device.store = torch_tpu_private.AbsentRanks(topology.devices, coordinates, topology.slices)
+    device.store = torch_tpu_private.AbsentRanks(topology.devices, place, topology.slices)
     dist.init_process_group(
         device.collectives, store=device.store, rank=0, world_size=topology.devices
     )

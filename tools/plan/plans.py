@@ -20,6 +20,7 @@ from data.open import open_data
 from data.source import DatasetRequest
 from models.spec import ModelSpec
 from tools.plan.config import PlanConfig
+from tools.plan.stacks import Stack
 from training.config import RunConfig
 from training.data import opener_of, view_of
 from training.errors import UsageError
@@ -28,7 +29,6 @@ from training.flags import by_field, flat, values_without_secrets
 from training.logs.figures import drawing, pyplot, save_figure
 from training.mesh import Mesh, replicas
 from training.resolve import Run, resolve_common, resolve_model
-from xla_fsdp.config import XlaConfig
 
 # -- prices: read from a small file that anyone can replace ------------------------------------
 
@@ -143,7 +143,7 @@ class Request:
     """The training to plan, and what hardware costs."""
 
     config: RunConfig
-    xla: XlaConfig
+    stack: Stack
     plan: PlanConfig
     model: ModelSpec
     work: Work
@@ -152,7 +152,7 @@ class Request:
 
 
 def read_request(
-    config: RunConfig, xla: XlaConfig, plan: PlanConfig, kinds: Collection[str]
+    config: RunConfig, stack: Stack, plan: PlanConfig, kinds: Collection[str]
 ) -> Request:
     """Return what the flags ask for, on hardware of these kinds. Raises UsageError."""
     prices = read_prices(plan.price)
@@ -164,7 +164,7 @@ def read_request(
     # Otherwise as it was given: plans name no other choices of the program.
     config = replace(config, model=resolved.model)
     work = find_work(resolved, model, plan.train_images)
-    return Request(config, xla, plan, model, work, prices)
+    return Request(config, stack, plan, model, work, prices)
 
 
 # -- command lines ----------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def print_plans(request: Request, plans: list[HardwarePlan], notes: list[str]) -
     print(*notes, sep="\n")
     if not plans:
         within = f" within --hours {request.plan.hours:g}" if request.plan.hours else ""
-        mend = "--tpu_topology" if request.xla.tpu_topology else "--chips_at_most"
+        mend = "--tpu_topology" if request.stack.xla.tpu_topology else "--chips_at_most"
         print(f"\nnothing fits{within}: use larger slices ({mend})")
         return NOTHING_FITS
     rows = [_HEAD]

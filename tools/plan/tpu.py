@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from config_fields import is_of
 from data.config import DataConfig
 from data.files import make_folder, parse_object, replace_file
 from tools.compile_only.command import DOES_NOT_FIT
-from tools.compile_only.compiler import check_installed
 from tools.plan import plans
 from tools.plan.config import PlanConfig
 from tools.plan.plans import HardwarePlan, Request
+from tools.plan.stacks import PROGRAM, Stack
 from tools.plan.tpu_search import ComputedCandidate, Found, Search, TpuCandidate, candidates
 from training.checkpoints.config import CheckpointConfig
 from training.config import EmaConfig, OptimizerConfig, RunConfig, flags_of_model
@@ -30,9 +29,7 @@ from training.feature import Feature
 from training.feature_table import features
 from training.objectives.config import flags_of_weights
 from training.step_sizes import step_sizes, summed
-from xla_fsdp.config import XlaConfig
-from xla_fsdp.resolve_xla import resolve_for_slice
-from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
+from xla_fsdp.tpu import CHIPS
 
 # -- the compiler's answers: ``--compile_only`` in a process of its own, and saved ---------------
 #
@@ -40,25 +37,24 @@ from xla_fsdp.tpu import CHIPS, takes_newer_libtpu
 # flags, the environment that libtpu reads, the packages' versions, and the program's sources.
 
 ROOT = Path(__file__).resolve().parents[2]
-_PROGRAM = "run_vit_training.py"
 _SOURCES = (
-    *(_PROGRAM, "config_fields.py", "tpu_machines.py"),
-    *("features", "training", "models", "data", "tpu_attention", "xla_fsdp", "tools"),
+    *(PROGRAM, "config_fields.py", "tpu_machines.py"),
+    *("features", "training", "models", "data", "tpu_attention", "tools"),
+    *("xla_fsdp", "torch_fsdp", "gpu_fsdp"),
 )
-_PACKAGES = ("torch", "torch_xla", "libtpu", "jax", "jaxlib", "timm")
+_PACKAGES = ("torch", "torch_xla", "torch_tpu", "libtpu", "jax", "jaxlib", "timm")
 _VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 _USAGE = 2
 """The exit code of what the program, or the compiler, refuses."""
 
 
-def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) -> list[str]:
+def compile_words(config: RunConfig, stack: Stack, candidate: TpuCandidate) -> list[str]:
     """Return the flags of ``--compile_only`` for a candidate.
 
     Only those that the step depends on are there, so that other data, epochs or folders are
     answered from what is saved.
     """
-    compiler = xla.tpu_compiler
-    config, xla = candidate.configs(config, xla)
+    config = candidate.config(config)
     data, optimizer = config.data, config.optimizer
     step = RunConfig(
         data=DataConfig(batch_size=data.batch_size, grad_accum_steps=data.grad_accum_steps),
@@ -77,10 +73,8 @@ def compile_words(config: RunConfig, xla: XlaConfig, candidate: TpuCandidate) ->
     arranging = (each for each in features() if type(each).arranged is not Feature.arranged)
     of_step = {*flags_of_model(), *flags_of_weights(), *(each.flags for each in arranging)}
     step = step.with_flags(*(flags for flags in config.feature_flags if type(flags) in of_step))
-    topology = candidate.topology.name
-    xla = replace(xla, compile_only=True, tpu_topology=topology, tpu_compiler=compiler)
-    without = ("cpu_devices",)
-    return plans.words_of(step, xla, without=without, always=plans.ALWAYS)
+    configs = stack.configs_to_compile(step, candidate.topology)
+    return plans.words_of(*configs, without=("cpu_devices",), always=plans.ALWAYS)
 
 
 _TYPES = {"fits": bool, "peak_hbm_bytes": float, "expected_step_s": float | None}
@@ -120,7 +114,7 @@ class Compilations:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         with subprocess.Popen(
-            [sys.executable, str(ROOT / _PROGRAM), *words, "--json"],
+            [sys.executable, str(ROOT / PROGRAM), *words, "--json"],
             encoding="utf-8",
             errors="replace",
             stdout=subprocess.PIPE,
@@ -168,8 +162,8 @@ def _circumstances() -> dict[str, Any]:
             versions[name] = "none"
     sources = hashlib.sha256()
     for name in _SOURCES:
-        paths = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
-        for path in sorted(paths):
+        paths = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.[cp]*")
+        for path in sorted(each for each in paths if each.suffix in (".py", ".c")):
             if path.parent.name != "plan":
                 sources.update(f"{path.relative_to(ROOT)}\0".encode())
                 sources.update(path.read_bytes())
@@ -186,22 +180,24 @@ def _circumstances() -> dict[str, Any]:
 
 def computed_candidates(request: Request) -> list[ComputedCandidate]:
     """Return all that the flags leave open, with the arithmetic's estimates."""
-    shapes, prices = step_sizes(request.model), request.prices
+    shapes, prices, stack = step_sizes(request.model), request.prices, request.stack
     return [
         ComputedCandidate(
             candidate,
-            summed(functools.partial(candidate.estimate, config=request.config), shapes),
+            summed(
+                functools.partial(candidate.estimate, config=request.config, fsdp=stack.fsdp),
+                shapes,
+            ),
             prices[candidate.kind].per_hour if candidate.kind in prices else 0.0,
         )
-        for candidate in candidates(request.config, request.xla, request.plan.chips_at_most)
+        for candidate in candidates(request.config, stack, request.plan.chips_at_most)
     ]
 
 
 def refusal(request: Request, candidate: TpuCandidate) -> str | None:
     """Return why the program refuses a candidate; None if it accepts it."""
-    config, xla = candidate.configs(request.config, request.xla)
     try:
-        resolve_for_slice(config, xla, candidate.topology, request.model)
+        request.stack.check(candidate.config(request.config), candidate.topology, request.model)
     except UsageError as error:
         return str(error)
     return None
@@ -212,7 +208,7 @@ def ask_compiler(request: Request, search: Search, compilations: Compilations) -
     most = request.plan.plan_compilations
     while option := search.next(lambda candidate: refusal(request, candidate) is None):
         candidate = option.candidate
-        words = compile_words(request.config, request.xla, candidate)
+        words = compile_words(request.config, request.stack, candidate)
         answer = compilations.saved(words)
         if answer is None:
             if compilations.compiled >= most:
@@ -237,19 +233,19 @@ def ask_compiler(request: Request, search: Search, compilations: Compilations) -
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
+def plan_slices(config: RunConfig, stack: Stack, plan: PlanConfig) -> int:
     """Print the plans for TPUs, or with ``--json`` their figures, and return the exit code.
     Raises UsageError."""
-    check_installed("--plan")
-    request = plans.read_request(config, xla, plan, tuple(CHIPS))
+    stack.check_installed()
+    request = plans.read_request(config, stack, plan, tuple(CHIPS))
     options = computed_candidates(request)
     left_out: dict[str, str] = {}  # kinds of chips that no libtpu here compiles for, and why
     for option in options:
         kind = option.candidate.kind
         try:
-            takes_newer_libtpu(xla.tpu_compiler, option.candidate.topology)
+            stack.check_compiler(option.candidate.topology)
         except UsageError as error:
-            if xla.tpu_topology or xla.tpu_compiler not in ("auto", "installed"):
+            if stack.xla.tpu_topology or stack.xla.tpu_compiler not in ("auto", "installed"):
                 raise
             left_out.setdefault(kind, f"without {kind}: {error}")
     options = [option for option in options if option.candidate.kind not in left_out]
@@ -278,6 +274,12 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
             seen.add(candidate.topology)
             found_plans.append(_plan(request, candidate, guess.step_s, guess.peak_bytes, False))
 
+    if search.options and not (found_plans or search.found):
+        # What refuses the first, which has no more than the flags ask for, refuses all.
+        reason = refusal(request, search.options[0].candidate)
+        if reason:
+            raise UsageError(reason)
+
     fit = sum(answer.fits for answer in search.found.values())
     compiled = "; none of them was compiled" if search.options else ""
     if search.found:
@@ -290,6 +292,12 @@ def plan_slices(config: RunConfig, xla: XlaConfig, plan: PlanConfig) -> int:
         "step times are estimates, not measurements (docs/compile_only.md)",
         *left_out.values(),
     ]
+    topologies = (option.candidate.topology for option in search.options)
+    if any(stack.that_trains_on(topology) is not stack for topology in topologies):
+        notes.append(
+            "tpu7x: these figures are of PyTorch/XLA's program, which does not run there; for "
+            "TorchTPU's, plan with --backend torchtpu in its environment"
+        )
     return plans.print_plans(request, found_plans, notes)
 
 
@@ -329,17 +337,11 @@ def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
     """Return the command lines of a plan: "train" runs on every host of the slice, "launch" gets
     the slice and trains there, and "check" compiles the step."""
     topology, kind = candidate.topology, candidate.kind
-    config, xla = candidate.configs(request.config, request.xla)
-    if kind == "tpu7x":  # torch_xla does not run there
-        flags = plans.words_of(config, without=("backend",), always=plans.ALWAYS)
-        on_host = ["launch/torchrun.sh", "--backend", "torchtpu", *flags]
-        train = [*on_host]
-        options = ["--torchtpu", "--env", "PYTHON=.venv-torchtpu/bin/python"]
-    else:
-        flags = plans.words_of(config, xla, always=plans.ALWAYS)
-        train, on_host = ["python3", _PROGRAM, *flags], [".venv/bin/python", "-u", _PROGRAM, *flags]
-        options = []
-    commands = {"train": shlex.join(train)}
+    stack = request.stack.that_trains_on(topology)
+    configs = stack.configs(candidate.config(request.config))
+    flags = plans.words_of(*configs, always=plans.ALWAYS)
+    commands = {"train": shlex.join([*stack.program, *flags])}
+    on_host, options = [*stack.program_of_launchers, *flags], stack.launcher_flags
     if request.config.checkpoints.ckpt_dir == CheckpointConfig.ckpt_dir:
         on_host += ["--ckpt_dir", _BUCKET]  # the slice's disks are deleted with it
     if kind not in _QUEUED:
@@ -352,7 +354,7 @@ def _commands(request: Request, candidate: TpuCandidate) -> dict[str, str]:
         count = topology.chips * (2 if kind == "v4" else 1)  # of cores on v4
         get = ["launch/queued_resource.sh", "--tpu=vit", f"--type={name}-{count}"]
         commands["launch"] = shlex.join(
-            [*get, f"--version={image}", *_LAUNCH_FLAGS, "--", *on_host]
+            [*get, f"--version={image}", *_LAUNCH_FLAGS, *options, "--", *on_host]
         )
-    check = compile_words(request.config, request.xla, candidate)
-    return commands | {"check": shlex.join(["python3", _PROGRAM, *check])}
+    check = compile_words(request.config, request.stack, candidate)
+    return commands | {"check": shlex.join(["python3", PROGRAM, *check])}

@@ -14,25 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools.plan.config import PlanConfig
+from tools.plan.stacks import Stack
 from training.config import RunConfig, UseConfig
 from training.errors import UsageError
 from training.flags import by_field, flat
 from training.mesh import Mesh, replicas
 from training.step_sizes import StepSizes
-from xla_fsdp.config import XlaConfig
-from xla_fsdp.estimates import POLICIES, Estimate, estimate
+from xla_fsdp.estimates import POLICIES, SPMD, Estimate, FsdpCost, estimate
 from xla_fsdp.tpu import CHIPS, Topology, parse_topology
 
-# -- candidates: slices, and the values of a few flags --------------------------------------
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "grad_ckpt": tuple(POLICIES),
-    "grad_accum_steps": (1, 2, 4, 8, 16),
-    "attention": ("sdpa", "whole", "flash"),
-    "mesh_domain": (1, 2, 4, 8),
-    "mesh_tensor": (1, 2, 4, 8),
-}
-"""The values of each flag that are tried, by its field; one that the user gives stays as given."""
+# -- candidates: slices, and the values of a few flags (``Stack.choices``) -------------------
 
 _SIDES = {
     2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split(),
@@ -66,9 +57,9 @@ class TpuCandidate:
         passes = f"{self.grad_accum_steps} passes" if self.grad_accum_steps > 1 else None
         return ", ".join(filter(None, (axes, self.grad_ckpt, self.attention, passes)))
 
-    def configs(self, config: RunConfig, xla: XlaConfig) -> tuple[RunConfig, XlaConfig]:
-        """Return the configurations of a training with this choice in them."""
-        config = replace(
+    def config(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of a training with this choice in it."""
+        return replace(
             config,
             use=UseConfig(),
             plan=False,
@@ -83,15 +74,14 @@ class TpuCandidate:
                 attention=self.attention,  # type: ignore[arg-type]
             ),
         )
-        return config, replace(xla, tpu_topology=None, tpu_compiler="auto")
 
-    def estimate(self, shape: StepSizes, config: RunConfig) -> Estimate:
+    def estimate(self, shape: StepSizes, config: RunConfig, fsdp: FsdpCost = SPMD) -> Estimate:
         """Return what the arithmetic expects of it."""
-        config, _ = self.configs(config, XlaConfig())
-        return estimate(shape, self.topology.chip, self.mesh, config, self.attention)
+        config = self.config(config)
+        return estimate(shape, self.topology.chip, self.mesh, config, self.attention, fsdp)
 
 
-def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterator[TpuCandidate]:
+def candidates(config: RunConfig, stack: Stack, chips_at_most: int) -> Iterator[TpuCandidate]:
     """Yield all that the flags leave open, whether the program accepts it or not.
 
     Slices have up to ``--chips_at_most`` chips, of each as many as ``--mesh_dcn`` says. Where
@@ -102,24 +92,25 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     of which no arithmetic is known.
     """
     dcn = replicas(config.sharding)
-    asked = xla.tpu_topology.split(",") if xla.tpu_topology else USUAL
-    several = not xla.tpu_topology and "mesh_dcn" not in config.explicitly_set
+    asked = stack.xla.tpu_topology
+    names = asked.split(",") if asked else USUAL
+    several = not asked and "mesh_dcn" not in config.explicitly_set
     topologies = [
         topology
-        for name in asked
+        for name in names
         for number in ([1, 2, 4, 8] if name in LARGEST and several else [dcn])
         if (topology := parse_topology(name, number)).chips <= chips_at_most
     ]
     if not topologies:
-        fewest = min(parse_topology(name, dcn).chips for name in asked)
+        fewest = min(parse_topology(name, dcn).chips for name in names)
         raise UsageError(
             f"--chips_at_most {chips_at_most} is too low: the smallest slice has {fewest} chips"
         )
     # A field whose flag was given stays as it is, unless it is "auto".
-    flags = flat(config, xla)
+    flags = flat(config)
     tried = {
         name: (flags[name],) if name in config.explicitly_set and flags[name] != "auto" else values
-        for name, values in CHOICES.items()
+        for name, values in stack.choices.items()
     }
     if tried["grad_ckpt"][0] not in POLICIES:
         raise UsageError(
@@ -128,9 +119,6 @@ def candidates(config: RunConfig, xla: XlaConfig, chips_at_most: int) -> Iterato
     for topology, *values in product(topologies, *tried.values()):
         chosen = dict(zip(tried, values, strict=True))
         domain, tensor = chosen.pop("mesh_domain"), chosen.pop("mesh_tensor")
-        # TorchTPU, which trains there, has neither.
-        if topology.chip is CHIPS["tpu7x"] and (tensor > 1 or chosen["grad_ckpt"] == "offload"):
-            continue
         fsdp, rest = divmod(topology.slice_devices, domain * tensor)
         if rest or config.sharding.mesh_fsdp not in (None, fsdp):
             continue

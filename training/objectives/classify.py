@@ -214,6 +214,9 @@ class Mixing:
         height, width = (self._spatial if self._has_part else shape)[-2:]
         with drawn_from(micro_batch_seed(self._seed, micro_batch_index, _SEED_STREAM) % 2**32):
             mix = _draw_mix(self._config, height, width)
+        if shape[-2] < self._spatial[0]:  # from the first row that this process has of an image
+            first = self._rows.start
+            mix = mix._replace(top=mix.top - first, bottom=mix.bottom - first)
         # A single tensor: one transfer, and no Python scalar that would trigger a recompilation.
         return torch.tensor(mix, dtype=torch.float32)
 
@@ -222,8 +225,7 @@ class Mixing:
         share, _, top, bottom, left, right = mix.unbind()
         if self._config.cuts:
             height, width = images.shape[-2:]
-            first = self._rows.start if height < self._spatial[0] else 0
-            rows = torch.arange(first, first + height, device=images.device)
+            rows = torch.arange(height, device=images.device)
             columns = torch.arange(width, device=images.device)
             in_rows, in_columns = (
                 (rows >= top) & (rows < bottom),

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.blocks import attentions, combine_parts, use_product
-from tpu_attention.flash import Flash
-from xla_fsdp.attention.kernel_calls import ONE_DEVICE, Shards
+from tpu_attention.flash import FlashProducts
+from xla_fsdp.attention.kernel_calls import ONE_DEVICE
 
 if TYPE_CHECKING:
     from xla_fsdp.layout import Mark, MeshLayout
@@ -65,25 +65,6 @@ class PlainProducts:
         if valid is None:
             return scores
         return torch.where(valid[:, None, None, :] > 0, scores, _LOWEST)
-
-
-@dataclass(frozen=True)
-class FlashProducts:
-    """The same by Pallas kernels, which hold a few scores at a time."""
-
-    shards: Shards = ONE_DEVICE
-
-    def forward(self, q, k, v, valid, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        flash = Flash(q.shape[1], q.shape[3], scale, self.shards)
-        q, k, v = (flash.merge_heads(x) for x in (q, k, v))
-        output, statistics = flash.forward(q, k, v, valid)
-        return flash.split_heads(output), statistics
-
-    def backward(self, q, k, v, statistics, grad, inner, valid, scale: float):
-        flash = Flash(q.shape[1], q.shape[3], scale, self.shards)
-        q, k, v, grad = (flash.merge_heads(x) for x in (q, k, v, grad))
-        grads = flash.backward(q, k, v, valid, statistics, inner, grad)
-        return [flash.split_heads(x) for x in grads]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,5 +16,5 @@ def tpu(temporary_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_on_tpu(tmp_path_factory):
-    """The run of train_tiny_tpu, one process: blocks compiled, as by default."""
+    """The run of train_tiny_tpu, one process: a step is one program, as by default."""
     return cli.train_tiny_tpu(tmp_path_factory.mktemp("tiny_on_tpu"))

@@ -1,6 +1,7 @@
 """--compile_only --backend torchtpu: the real backend, torch_tpu and libtpu, without a TPU."""
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -19,10 +20,13 @@ OF_A_BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 AROUND = (3 * PATCH**2 + 1 + TOKENS + 2) * WIDTH + (WIDTH + 1) * CLASSES
 
 
-def compiled(blocks: int, *flags: str) -> dict:
+FSDP2 = ("--fsdp", "fsdp2")
+
+
+def compiled(blocks: int, *flags: str, code: int = 0) -> dict:
     where = f"--backend torchtpu --compile_only --json --tpu_topology v6e:2x2 --num_blocks {blocks}"
     done = run_program("run_vit_training.py", *where.split(), *MODEL, *flags, warm=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == code, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
@@ -33,7 +37,8 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_blocks(kept):
-    return compiled(2, "--hlo_dir", str(kept))
+    """A step of FSDP2."""
+    return compiled(2, *FSDP2, "--hlo_dir", str(kept))
 
 
 def runs_by_name(report: dict) -> Counter[str]:
@@ -50,8 +55,8 @@ def kept_of_one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_program(kept_of_one):
-    """The same step with ``--fsdp simple``."""
-    return compiled(2, "--fsdp", "simple", "--explain", "--hlo_dir", str(kept_of_one))
+    """The same step as one program, which is the default."""
+    return compiled(2, "--explain", "--hlo_dir", str(kept_of_one))
 
 
 @pytest.fixture(params=["two_blocks", "one_program"])
@@ -136,10 +141,39 @@ def test_attention_is_this_programs_kernels(two_blocks, kept):
 )
 def test_other_attention(form, calls, flags, tmp_path):
     words = f"--attention {form} --hlo_dir {tmp_path} {flags}".split()
-    found = compiled(1, *words)
+    found = compiled(1, *FSDP2, *words)
     assert f"{form} attention" in found["sharding"]
     modules = [path.read_text() for path in tmp_path.glob("graph_*.hlo")]
     assert sum(len(CALL.findall(module)) for module in modules) == calls
+
+
+def matrices(width: int) -> list[tuple[int, int]]:
+    """Rows and columns of a block's four matrices."""
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+
+def test_products_of_bytes(one_program, tmp_path):
+    """With --matmul int8 a block's products forward, and again, are of int8 with int32 sums; its
+    matrices are gathered twice, a byte a number and four a row in place of two a number."""
+    words = ["--matmul", "int8", "--hlo_dir", str(tmp_path)]
+    found = compiled(2, "--fsdp", "simple", *words)
+    assert "linear layers in int8" in found["sharding"]
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    products = [line for line in module.splitlines() if " convolution(" in line]
+    assert sum("= s32[" in line for line in products) == 4 + 3  # one of them is not needed again
+    less = sum(2 * 2 * (rows * columns - 4 * rows) for rows, columns in matrices(WIDTH))
+    gathered = [each["collective_bytes"]["all-gather"] for each in (one_program, found)]
+    assert gathered[0] - gathered[1] == pytest.approx(less * (CHIPS - 1) / CHIPS, rel=0.1)
+
+
+@pytest.mark.long
+def test_inputs_of_blocks_in_the_hosts_memory(tmp_path):
+    found = compiled(2, "--fsdp", "simple", "--grad_ckpt", "offload", "--hlo_dir", str(tmp_path))
+    assert found["fits"]
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    # The inputs of both blocks, which the loops carry.
+    saved = rf"bf16\[2,{BATCH // CHIPS},{TOKENS},{WIDTH}\]\S*S\(5\)"
+    assert re.search(saved, module)
 
 
 def test_whole_step_is_one_program(one_program, kept_of_one):
@@ -193,9 +227,30 @@ def test_names_change_nothing_else(one_program, kept_of_one, tmp_path):
     assert plain(tmp_path) == plain(kept_of_one)
 
 
+def test_tensor_parallelism(tmp_path):
+    """Also in loops, weights are gathered between devices that have the same part of them, and
+    tokens between those that share images; sums of both, by whatever collective."""
+    batch = 32
+    flags = f"--fsdp simple --mesh_tensor 2 --batch_size {batch} --hlo_dir {tmp_path}"
+    report = compiled(2, *flags.split())
+    assert report["mesh"] == {"dcn": 1, "fsdp": 2, "domain": 1, "tensor": 2}
+    parameters = 2 * OF_A_BLOCK + AROUND
+    assert report["state_bytes"] == pytest.approx(12 * parameters / CHIPS, rel=0.01)
+    (module,) = (path.read_text() for path in tmp_path.glob("graph_*.hlo"))
+    same_part, tensor, everyone = "{{0,2},{1,3}}", "{{0,1},{2,3}}", "{{0,1,2,3}}"
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(.*?replica_groups=(\S+),", module)
+    over: dict[str, set[int]] = {same_part: set(), tensor: set(), everyone: set()}
+    for sizes, groups in gathered:
+        over[groups].add(math.prod(map(int, sizes.split(","))))
+    of_parts = {width * WIDTH**2 // 2 for width in (3, 1, 4)}  # of qkv, proj, and the MLP's both
+    assert of_parts <= over[same_part]
+    assert over[tensor] == {batch // 2 * TOKENS * WIDTH}
+    assert groups_in(tmp_path) == {*over}
+
+
 @pytest.mark.long
 def test_modules_of_unrolled_blocks(tmp_path):
-    words = ("--fsdp", "simple", "--explain", "--grad_ckpt", "selective")
+    words = ("--explain", "--grad_ckpt", "selective")
     found = compiled(2, *words, "--hlo_dir", str(tmp_path))
     explained = found["explained"]
     seconds = explained["seconds_by_module"]
@@ -211,18 +266,38 @@ def test_modules_of_unrolled_blocks(tmp_path):
 @pytest.mark.long
 def test_processes_that_are_not_there(tmp_path):
     """A bigger slice: 8 chips, 7 of them without a process here."""
-    report = compiled(
-        1, "--fsdp", "simple", "--tpu_topology", "v5e:2x4", "--hlo_dir", str(tmp_path)
-    )
+    report = compiled(1, "--tpu_topology", "v5e:2x4", "--hlo_dir", str(tmp_path))
     assert (report["devices"], report["graphs"]) == (8, 1)
     assert groups_in(tmp_path) == {"{{0,1,2,3,4,5,6,7}}"}
     assert report["state_bytes"] == pytest.approx(12 * (OF_A_BLOCK + AROUND) / 8, rel=0.01)
 
 
 @pytest.mark.long
+def test_a_step_that_does_not_fit():
+    """What is saved of 16,384 images of 256 tokens alone fills a device."""
+    words = "--tpu_topology v5e:1x1 --patch_size 4 --batch_size 16384"
+    found = compiled(2, *words.split(), code=3)
+    assert (found["fits"], found["expected_step_s"]) == (False, None)
+    assert found["peak_hbm_bytes"] > 15.75 * 2**30
+
+
+@pytest.mark.long
 def test_programs_are_linear_in_depth(two_blocks):
-    three, two = runs_by_name(compiled(3)), runs_by_name(two_blocks)
-    four = runs_by_name(compiled(4))
+    three, two = runs_by_name(compiled(3, *FSDP2)), runs_by_name(two_blocks)
+    four = runs_by_name(compiled(4, *FSDP2))
     assert four - three == three - two
     assert not two - three
     assert (three - two)["distributed.all_gather_into_tensor"] == 2
+
+
+@pytest.mark.long
+def test_muon_exchanges_whole_matrices(tmp_path):
+    """In slots for four matrices each: those of the MLPs; queries, keys and values, the patches'
+    and a projection; the other projection and the head's."""
+    found = compiled(2, "--fsdp", "simple", "--optimizer", "muon", "--hlo_dir", str(tmp_path))
+    assert runs_by_name(found) == {"step": 1}
+    assert groups_in(tmp_path) == {"{{0,1,2,3}}"}
+    assert found["collectives"]["all-to-all"] == 2 * 3
+    long_sides = 4 * WIDTH, 3 * WIDTH, WIDTH
+    there_and_back = 2 * 2 * WIDTH * sum(long_sides)  # in bf16
+    assert found["collective_bytes"]["all-to-all"] == 3 / 4 * there_and_back

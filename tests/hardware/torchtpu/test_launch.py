@@ -1,9 +1,14 @@
 """launch/torchrun.sh --backend torchtpu: what torch_tpu itself tells each process of its slice."""
 
 import json
+import sys
+import time
 
-from tests.support.cli import copy_launcher
-from tests.support.launching import free_port, start, succeed
+import pytest
+
+from tests.support.cli import OF_TORCHTPU, ROOT, Result, copy_launcher, tiny, train_tiny_gpu
+from tests.support.curves import assert_same_curves
+from tests.support.launching import finish, free_port, start, succeed
 
 SAYS_ITS_PLACE = """
 import json, os
@@ -35,3 +40,49 @@ def test_each_process_knows_its_slice(tmp_path):
     assert [words[:3] for words in sorted(told)] == [["0", "0", "2,1,1"], ["1", "1", "2,1,1"]]
     ((_, first), (_, second)) = [each.split(":") for each in told[0][3].split(",")]
     assert first != second
+
+
+TRAINS = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+runpy.run_module("tests.fakes.torchtpu_on_cpu", run_name="__main__")
+"""
+
+
+@pytest.mark.long
+def test_two_slices_of_which_one_is_lost(pod_of, tmp_path):
+    """By one launch, each of one host with two devices: a replica of the model in each. Training
+    goes on with the one that is left, as if nothing had happened."""
+    copy_launcher(tmp_path / "vit")
+    (tmp_path / "vit" / "run_vit_training.py").write_text(TRAINS)
+    variables = OF_TORCHTPU | {
+        "NPROC_PER_NODE": "2",
+        "TORCH_TPU_TOPOLOGY": "2,1,1",
+        "PYTHON": sys.executable,
+        "MASTER_PORT": free_port(),
+    }
+    own = [word for item in variables.items() for word in ("--env", "=".join(item))]
+    elastic = "--elastic 1 --max_restarts 1 --grace 2 --elastic_wait 1 --elastic_poll 1".split()
+    flags = "--max_steps 20 --ckpt_step_interval 2".split()
+    pod = pod_of(1)
+    run = pod.launch(
+        *("launch/torchrun.sh", "--backend", "torchtpu", "--mesh_dcn", "slices"),
+        *(*tiny(tmp_path / "run"), *flags),
+        flags=(*own, *elastic, "--workdir", str(tmp_path / "vit")),
+        tpu="pod-0,pod-1",
+    )
+    while not (tmp_path / "run" / "step_4").exists():
+        assert run.poll() is None, finish(run)
+        time.sleep(0.05)
+    before = json.loads((tmp_path / "run" / "run.json").read_text())["backend"]
+    pod.lose(1)
+    code, stdout, stderr = finish(run)
+    assert code == 0, stdout + stderr
+    assert "starting on 1 of 2 slices: pod-0" in stderr
+    result = Result(tmp_path / "run", stdout, stderr)
+    after = result.run_file["backend"]
+    for told, mesh in ((before, "mesh dcn 2 x fsdp 2,"), (after, "mesh fsdp 2,")):
+        assert "SimpleFSDP" in told
+        assert mesh in told
+    whole = train_tiny_gpu(tmp_path / "whole", *flags)
+    assert_same_curves(result, whole, rel=1e-4)

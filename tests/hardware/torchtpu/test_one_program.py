@@ -56,6 +56,7 @@ AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --cutmix 1".s
 CASES = [
     (["--no_grad_ckpt", "--grad_accum_steps", "2", "--optimizer", "lion", "--lr", "1e-3"], 1e-5),
     long([*AVERAGED, "--grad_ckpt", "selective"], 1e-5),
+    long(["--optimizer", "muon", "--layer_decay", "0.75", "--model_ema"], 1e-5),
     long(["--precision", "bf16", "--optimizer_dtype", "bf16"], 1e-2),
     long(MAE, 1e-5),
     long(DINO, 2e-5),
@@ -69,6 +70,16 @@ def test_same_as_fsdp2(flags, rel, tmp_path):
     simple = train_tiny_tpu(tmp_path / "tpu", *SIMPLE, *flags)
     assert_same_curves(simple, fsdp2, rel)
     assert_same_evaluations(simple, fsdp2, rel)
+
+
+def test_weights_gathered_in_fp8(tmp_path):
+    """In steps and evaluations. (--matmul puts a module into the program, for which torch_tpu asks
+    XLA's plugin for the processor what it cannot tell: test_compile_only.py.)"""
+    flags = [*SIMPLE, "--precision", "bf16", "--gather_dtype", "fp8"]
+    gloo = train_tiny_gpu(tmp_path / "gloo", *flags, "--compile")
+    found = train_tiny_tpu(tmp_path / "tpu", *flags)
+    assert found.column("loss") == pytest.approx(gloo.column("loss"), rel=1e-3)
+    assert_same_evaluations(found, gloo, rel=1e-3)
 
 
 @pytest.mark.long
@@ -88,7 +99,7 @@ def test_resume_is_exact_and_dropout_the_same_on_the_cpu(tmp_path):
 def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
     reference = train_tiny_gpu(tmp_path / "reference", "--max_steps", "6")
     run = tmp_path / "run"
-    train_tiny_tpu(run, "--max_steps", "2")
+    train_tiny_tpu(run, "--fsdp", "fsdp2", "--max_steps", "2")
     train_tiny_tpu(run, *SIMPLE, "--max_steps", "4")
     moved = train_tiny_gpu(run, "--max_steps", "6", processes=2)
     assert_same_curves(moved, reference, rel=1e-5)

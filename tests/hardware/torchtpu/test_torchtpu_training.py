@@ -1,9 +1,11 @@
-"""FSDP2 by TorchTPU trains as FSDP2 with gloo, in every form, and as XLA's SPMD.
+"""TorchTPU trains as FSDP2 with gloo, by FSDP2 and by SimpleFSDP, and as XLA's SPMD.
 
+Several processes compute the graph of a SimpleFSDP step by PyTorch (torchtpu_on_cpu.py of fakes).
 Programs take most of their time to compile: each run here has as many of the flags at once as can
 be compared.
 """
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -11,6 +13,7 @@ import subprocess
 
 import pytest
 
+from tests.fakes.gcs_server import GCSServer
 from tests.support.cli import (
     ROOT,
     TORCHTPU,
@@ -27,21 +30,29 @@ from tests.support.mae import MAE
 from tests.support.native_images import flags, write_images
 from tools.xspace import Space
 
-
-def test_compiled_blocks(tiny_on_tpu, tiny_on_gpu):
-    assert_same_training(tiny_on_tpu, tiny_on_gpu)
-    told = tiny_on_tpu.run_file["backend"]
-    assert told.startswith("TPU: 1 cpu device(s), TorchTPU, FSDP2 ZeRO-3, one unit per block")
-    assert told.endswith("torch.compile")
+FSDP2 = ["--fsdp", "fsdp2"]
 
 
-def test_steady_state(tiny_on_tpu):
+def test_several_processes(tiny_on_gpu, tmp_path):
+    """As a launch without other flags: the step that each traces, with collectives by gloo."""
+    result = train_tiny_tpu(tmp_path, processes=2)
+    assert_same_training(result, tiny_on_gpu)
+    told = result.run_file["backend"]
+    assert told.startswith("TPU: 2 cpu device(s), TorchTPU, SimpleFSDP ZeRO-3, one unit per block")
+
+
+def test_compiled_blocks(tiny_on_gpu, tmp_path):
     """All is compiled in the first step, and each one after it does the same.
 
     The optimizer is one graph for each block, not one for each operation.
     """
-    assert len(set(tiny_on_tpu.column("compilations"))) == 1
-    executions = tiny_on_tpu.column("executions")
+    result = train_tiny_tpu(tmp_path, *FSDP2)
+    assert_same_training(result, tiny_on_gpu)
+    told = result.run_file["backend"]
+    assert told.startswith("TPU: 1 cpu device(s), TorchTPU, FSDP2 ZeRO-3, one unit per block")
+    assert told.endswith("torch.compile")
+    assert len(set(result.column("compilations"))) == 1
+    executions = result.column("executions")
     (each,) = {after - before for before, after in itertools.pairwise(executions)}
     assert each < 70
 
@@ -226,6 +237,25 @@ def test_checkpoint_moves_between_backends(tmp_path):
     train_tiny_gpu(run, "--max_steps", "6")
     moved = train_on_xla(run, "--max_steps", "8", "--cpu_devices", "2")
     assert_same_curves(moved, reference, rel=1e-5)
+
+
+@pytest.mark.long
+def test_checkpoints_in_a_bucket(tiny_on_gpu, tmp_path, monkeypatch):
+    """Written by two processes, read by one."""
+    with contextlib.closing(GCSServer()) as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        url = server.url("run")
+        for steps, processes in (("4", 2), ("6", 1)):
+            words = ["-m", TORCHTPU, *tiny(url), "--max_steps", steps]
+            done = run_program(*words, processes=processes)
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert f"resuming {url}/step_4 at step 4" in done.stdout
+        names = [name for name in server.names("run/step_4/") if name.endswith(".distcp")]
+        assert names == ["__0_0.distcp", "__1_0.distcp"]
+        (tmp_path / "metrics.jsonl").write_bytes(server.read("run/metrics.jsonl"))
+    assert_same_training(Result(tmp_path), tiny_on_gpu)
 
 
 def test_evaluation_of_a_checkpoint(tiny_on_tpu):

@@ -1,4 +1,5 @@
-"""Two steps with every value of every flag: on a rehearsed TPU, FSDP2, Megatron; compiled, too.
+"""Two steps with every value of every flag: on a rehearsed TPU, by FSDP2, Megatron-FSDP and
+SimpleFSDP; compiled, too.
 
 The values come from the flags' fields (``tests/support/every_flag.py``): a new flag needs nothing
 here. What is refused must be named here, with the reason.
@@ -40,6 +41,7 @@ NOT_ON_THE_HOST = {
     "--attention flash": NO_KERNELS,
     "--attention whole": NO_KERNELS,
     "--attention plain": "TorchTPU only",
+    "--matmul fp8": "TorchTPU only",
     "--grad_ckpt offload": "XLA's partitioner for the CPU knows no memory of a host; see below",
     "--backend cuda": "another backend",
     "--backend torchtpu": "another backend: tests/hardware/torchtpu",
@@ -94,7 +96,7 @@ OF_TEACHERS = {
 """Fields of flags that --compile_only refuses."""
 
 
-@pytest.mark.parametrize("form", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("form", ["fsdp2", "megatron", "simple"])
 def test_on_gpus(form, data, tmp_path, monkeypatch):
     monkeypatch.setattr(resolve_gpu, "check_megatron_runs_here", lambda: None)
 
@@ -106,8 +108,11 @@ def test_on_gpus(form, data, tmp_path, monkeypatch):
             return resolve_gpu.resolve(flags.run, flags.torch)
 
     base = BASE | {"backend": "--backend cuda", "fsdp": f"--fsdp {form}"}
+    chosen = ("backend", "fsdp")
+    if form == "simple":
+        base["compile"], chosen = "--compile", (*chosen, "compile")
     refused = NOT_ON_GPUS | NOT_IN_FORM[form]
-    lines = lines_of("torch", data, resolve, refused, base=base, form=("backend", "fsdp"))
+    lines = lines_of("torch", data, resolve, refused, base=base, form=chosen)
     said = []
     for number, line in enumerate(lines):
         run = tmp_path / f"run_{number}"
@@ -123,6 +128,7 @@ IN_THE_STEP = ("model (", "optimization", "sharding", "XLA")
 """Groups of flags that change the step."""
 NOT_COMPILED = {
     "--attention plain": "TorchTPU only",
+    "--matmul fp8": "TorchTPU only",
     "--mesh_dcn slices": "there are none that could be counted",
     "--mesh_fsdp 2": "four devices: tests/integration/training/test_mesh.py has it with other axes",
     "--precision fp16": "GPUs only",

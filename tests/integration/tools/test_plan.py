@@ -23,9 +23,9 @@ from tests.support.cli import ROOT, run_program
 from tests.support.usage_error import told_in_one_line
 from tools.plan.config import PlanConfig
 from tools.plan.plans import Request, find_work, read_request, words_of
+from tools.plan.stacks import PyTorchXla, stack_of
 from tools.plan.tpu import Compilations, _commands, compile_words, computed_candidates, refusal
 from tools.plan.tpu_search import (
-    CHOICES,
     ComputedCandidate,
     Found,
     Search,
@@ -60,6 +60,11 @@ COMPILED = [
     ("v5e:8x8", VIT_10B, 1024, Mesh(fsdp=64), "full", "whole", 6.69, 1906.0),
     ("v6e:16x16", VIT_10B, 1024, Mesh(fsdp=256), "full", "whole", 2.32, 266.0),
 ]
+# The same by libtpu 0.0.52 (docs/evidence/tpu_compiler.md).
+COMPILED_BY_NEWER = [
+    ("tpu7x:2x2x2", VIT_L, 1024, Mesh(fsdp=16), "full", "whole", 2.25, 67.7),
+    ("tpu7x:4x4x4", VIT_10B, 1024, Mesh(fsdp=128), "full", "whole", 3.73, 247.2),
+]
 
 
 MOST = PlanConfig().chips_at_most
@@ -69,7 +74,7 @@ def asked(*words):
     flags = read_flags(["--plan", *words])
     config, model = resolve_model(flags.run)
     (shape,) = step_sizes(model)
-    return config, flags.xla, shape
+    return config, stack_of(flags.run, flags.xla, flags.torch), shape
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ def computed(row, shapes):
     return candidate.estimate(shapes[model], config)
 
 
-@pytest.mark.parametrize("row", COMPILED)
+@pytest.mark.parametrize("row", COMPILED + COMPILED_BY_NEWER)
 def test_the_arithmetic_is_near_the_compiler(row, shapes):
     found, (peak_gib, step_ms) = computed(row, shapes), row[-2:]
     assert found.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.15)
@@ -115,9 +120,9 @@ def test_products_are_the_models(model, mlp_products):
 
 
 def test_a_candidate_is_trained_whatever_flags_of_the_plan_were_given():
-    config, xla, _ = asked("--model", VIT_B, "--tpu_topology", "v5e:2x4", "--chips_at_most", "256")
-    candidate = next(candidates(config, xla, MOST))
-    chosen, of_xla = candidate.configs(config, xla)
+    config, stack, _ = asked("--model", VIT_B, "--tpu_topology", "v5e:2x4", "--chips_at_most", "8")
+    candidate = next(candidates(config, stack, MOST))
+    chosen, of_xla = stack.configs(candidate.config(config))
     assert not resolve_for_slice(chosen, of_xla, candidate.topology).config.plan
 
 
@@ -132,7 +137,7 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     for number in range(9):
         Image.new("RGB", (8, 8)).save(tmp_path / "train" / f"{number}.png")
     flags = read_flags(["--plan", *MAE, "--tpu_topology", "v5e:2x2", "--data_dir", str(tmp_path)])
-    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
+    request = read_request(flags.run, PyTorchXla(flags.xla), flags.plan, ("v5e",))
     assert request.work.images == 9
     encoder, decoder = step_sizes(request.model)
     assert (encoder.depth, encoder.tokens) == (12, 1 + 49)
@@ -148,7 +153,7 @@ def test_a_masked_autoencoder_is_planned_for_tpus(tmp_path):
     at_work = max(parts[0].block_bytes, parts[1].block_bytes, sum(p.output_bytes for p in parts))
     assert whole[candidate].peak_bytes == pytest.approx(held + at_work)
 
-    typed = read_flags(compile_words(request.config, request.xla, candidate))
+    typed = read_flags(compile_words(request.config, request.stack, candidate))
     _, compiled = resolve_model(typed.run)
     assert compiled.parameter_count == request.model.parameter_count
     assert refusal(request, candidate) is None
@@ -182,10 +187,10 @@ def test_self_distillation_is_near_the_compiler(dino):
 
 def test_self_distillation_is_planned_for_tpus(dino):
     flags = read_flags(["--plan", DINO_VIT_L, "--fake_data", "--tpu_topology", "v5e:8x8"])
-    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
+    request = read_request(flags.run, PyTorchXla(flags.xla), flags.plan, ("v5e",))
     candidate = TpuCandidate(Mesh(fsdp=64), "full", 1, "whole", parse_topology("v5e:8x8"))
     assert refusal(request, candidate) is None
-    typed = read_flags(compile_words(request.config, request.xla, candidate))
+    typed = read_flags(compile_words(request.config, request.stack, candidate))
     assert resolve_model(typed.run)[1].settings == dino[1].settings
     assert typed.run.of(DinoConfig) == request.config.of(DinoConfig)
     passes = replace(candidate, grad_accum_steps=4)  # of 8 images, a group
@@ -243,10 +248,10 @@ def test_the_compiler_is_asked_about_the_same_step(words, tmp_path, monkeypatch)
     )
     words = f"--plan {words} --fake_data --batch_size 64 --tpu_topology v5e:2x2"
     flags = read_flags(words.split())
-    request = read_request(flags.run, flags.xla, flags.plan, ("v5e",))
+    request = read_request(flags.run, PyTorchXla(flags.xla), flags.plan, ("v5e",))
     candidate = TpuCandidate(Mesh(fsdp=4), "full", 1, "whole", parse_topology("v5e:2x2"))
     assert refusal(request, candidate) is None
-    typed = read_flags(compile_words(request.config, request.xla, candidate)).run
+    typed = read_flags(compile_words(request.config, request.stack, candidate)).run
     _, compiled = resolve_model(resolve_common(typed))
     assert compiled.settings == request.model.settings
     assert typed.of(ImagesConfig) == flags.run.of(ImagesConfig)
@@ -278,10 +283,10 @@ PRICES = {"v4": 3.0, "v5e": 1.2, "v5p": 4.2, "v6e": 2.7, "tpu7x": 9.0}
     [(VIT_10B, "--tpu_topology v5e:8x8,v6e:8x8,v5p:4x4x4"), (VIT_L, "--tpu_topology v5e:2x4")],
 )
 def test_few_questions_find_the_best(model, flags, shapes):
-    config, xla, _ = asked("--model", model, "--precision", "bf16", *flags.split())
+    config, stack, _ = asked("--model", model, "--precision", "bf16", *flags.split())
     options = [
         ComputedCandidate(each, each.estimate(shapes[model], config), PRICES[each.kind])
-        for each in candidates(config, xla, MOST)
+        for each in candidates(config, stack, MOST)
     ]
     search = Search(options)
     questions = 0
@@ -303,16 +308,16 @@ def test_few_questions_find_the_best(model, flags, shapes):
 def test_a_flag_that_is_given_at_its_default_stays(tmp_path):
     typed = "--tpu_topology v5e:4x4 --grad_ckpt full --mesh_tensor 1 --grad_accum_steps 1".split()
     (tmp_path / "a.args").write_text("--mesh_domain 1")
-    config, xla, _ = asked(*typed, f"@{tmp_path}/a.args", "--attention", "auto")
-    found = list(candidates(config, xla, MOST))
+    config, stack, _ = asked(*typed, f"@{tmp_path}/a.args", "--attention", "auto")
+    found = list(candidates(config, stack, MOST))
     assert {each.mesh for each in found} == {Mesh(fsdp=16)}
     assert {each.grad_ckpt for each in found} == {"full"}
     assert {each.grad_accum_steps for each in found} == {1}
-    assert {each.attention for each in found} == set(CHOICES["attention"])  # auto: all
-    config, xla, _ = asked("--mesh_dcn", "1", "--chips_at_most", "512")
-    assert {each.mesh.dcn for each in candidates(config, xla, 512)} == {1}
-    config, xla, _ = asked("--chips_at_most", "512")
-    assert {each.mesh.dcn for each in candidates(config, xla, 512)} == {1, 2}
+    assert {each.attention for each in found} == set(stack.choices["attention"])  # auto: all
+    config, stack, _ = asked("--mesh_dcn", "1", "--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, stack, 512)} == {1}
+    config, stack, _ = asked("--chips_at_most", "512")
+    assert {each.mesh.dcn for each in candidates(config, stack, 512)} == {1, 2}
 
 
 def test_steps_of_several_images_per_sequence():
@@ -327,9 +332,9 @@ def test_steps_of_several_images_per_sequence():
 def test_each_candidate_is_checked_on_its_own_kind_of_chip(kind):
     """v4 has less vector memory than v5p: what a plan takes, --compile_only takes."""
     model = "--embed_dim 5120 --num_heads 32 --num_blocks 2 --image_size 448 --patch_size 16"
-    config, xla, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
+    config, stack, _ = asked(*model.split(), "--tpu_topology", kind, "--attention", "whole")
     _, spec = resolve_model(config)
-    request = Request(config, xla, PlanConfig(), spec, find_work(config, spec, None), {})
+    request = Request(config, stack, PlanConfig(), spec, find_work(config, spec, None), {})
     words = shlex.split(f"{model} --compile_only --tpu_topology {kind} --attention whole")
     flags = read_flags(words)
     topology = parse_topology(kind)
@@ -350,9 +355,9 @@ BUCKET = ["--ckpt_dir", "gs://BUCKET/runs/vit"]
 @pytest.mark.parametrize("ckpt_dir", ["gs://bucket/a", "/mnt/a"])
 def test_a_ckpt_dir_that_is_named_is_kept(shapes, ckpt_dir):
     flags = f"--tpu_topology v6e:2x2 --precision bf16 --ckpt_dir {ckpt_dir}"
-    config, xla, _ = asked("--model", VIT_10B, *flags.split())
-    (candidate, *_) = candidates(config, xla, MOST)
-    commands = _commands(SimpleNamespace(config=config, xla=xla), candidate)
+    config, stack, _ = asked("--model", VIT_10B, *flags.split())
+    (candidate, *_) = candidates(config, stack, MOST)
+    commands = _commands(SimpleNamespace(config=config, stack=stack), candidate)
     words = shlex.split(commands["launch"])
     assert [words[i + 1] for i, word in enumerate(words) if word == "--ckpt_dir"] == [ckpt_dir]
     with contextlib.ExitStack() as stack:
@@ -364,15 +369,17 @@ def test_a_ckpt_dir_that_is_named_is_kept(shapes, ckpt_dir):
 def test_tpu7x_is_trained_on_by_torchtpu(shapes):
     """Its command lines are ones that the launcher and the backend take."""
     flags = "--tpu_topology tpu7x:2x2x2 --mesh_dcn 2 --precision bf16 --num_epochs 3"
-    config, xla, _ = asked("--model", VIT_10B, *flags.split())
-    (candidate, *_) = candidates(config, xla, MOST)
-    request = SimpleNamespace(config=config, xla=xla)
+    config, stack, _ = asked("--model", VIT_10B, *flags.split())
+    (candidate, *_) = candidates(config, stack, MOST)
+    request = SimpleNamespace(config=config, stack=stack)
     commands = {what: shlex.split(line) for what, line in _commands(request, candidate).items()}
     assert commands["train"][0] == "launch/torchrun.sh"
     train = read_flags(commands["train"][1:])
     assert (train.run.backend, train.run.num_epochs) == ("torchtpu", 3)
-    for each in candidates(config, xla, MOST):  # what TorchTPU refuses
-        assert (each.mesh.tensor, each.grad_ckpt == "offload") == (1, False)
+    request = Request(config, stack, PlanConfig(), resolve_model(config)[1], None, {})
+    offload = replace(candidate, grad_ckpt="offload")  # TorchTPU has none
+    assert refusal(request, replace(candidate, grad_ckpt="full")) is None
+    assert refusal(request, offload).startswith("--grad_ckpt offload requires --backend xla, not")
     launched = compute_engine.parse(commands["launch"][3:])
     assert (launched.hosts, launched.slices, launched.torchtpu) == (2, 2, True)
     assert launched.command == [*commands["train"], *BUCKET]
@@ -381,8 +388,8 @@ def test_tpu7x_is_trained_on_by_torchtpu(shapes):
 def test_a_chip_of_tpu7x_is_two_devices(shapes):
     """Each has half of the FLOP/s and of the memory; the price is a chip's."""
     flags = "--tpu_topology tpu7x:2x2x2 --precision bf16 --mesh_domain 1"
-    config, xla, _ = asked("--model", VIT_10B, *flags.split())
-    found = list(candidates(config, xla, MOST))
+    config, stack, _ = asked("--model", VIT_10B, *flags.split())
+    found = list(candidates(config, stack, MOST))
     assert {each.mesh.devices for each in found} == {16}
     assert {each.topology.chips for each in found} == {8}
     (full,) = (
@@ -472,7 +479,11 @@ def test_a_wrong_file_of_prices(name, text, words, tmp_path, capsys):
         ("--chips_at_most 3", "--chips_at_most 3 requires --plan"),
         ("--tpu_topology v5e:2x2", "--tpu_topology v5e:2x2 requires --compile_only or --plan"),
         ("--plan --compile_only", "--plan is incompatible with --compile_only: drop one"),
-        ("--plan --backend cuda", "--plan requires --backend xla, not cuda"),
+        ("--plan --backend cuda", "--plan requires --backend xla or torchtpu, not cuda"),
+        (
+            "--plan --backend torchtpu --fsdp fsdp2",
+            "--plan with --backend torchtpu requires --fsdp simple, not fsdp2",
+        ),
         ("--plan --tpu_topology v9:2x2", "--tpu_topology v9:2x2: unknown kind of TPU"),
         ("--plan --tpu_topology v5e:4x4 --chips_at_most 8", "the smallest slice has 16 chips"),
         ("--plan --batch_size 7 --mesh_fsdp 4 --tpu_topology v5e:2x2", "--batch_size 7 cannot be"),
@@ -535,6 +546,8 @@ def test_by_arithmetic_alone(plan, tmp_path):
             dollars = each["hours"] * each["chips"] * found["prices"][kind]["per_hour"]
             assert each["cost_usd"] == pytest.approx(dollars)
         assert 0 < each["expected_mfu"] < 1
+    (note,) = [note for note in found["notes"] if note.startswith("tpu7x: ")]
+    assert note.endswith("plan with --backend torchtpu in its environment")
     figures = {"fastest": "hours", "cheapest": "cost_usd", "smallest": "chips"}
     for name, figure in figures.items():
         known = [each[figure] for each in found["plans"] if each[figure] is not None]
@@ -569,6 +582,7 @@ def test_one_slice_is_one_plan(tmp_path, capsys):
         assert run_vit_training.main([*words, "--tpu_topology", slices]) == code
         printed = capsys.readouterr()
         assert printed.err == ""
+        assert "tpu7x: " not in printed.out
         before = re.findall(r"(?m)^(.+): \S+, [\d.,]+ hours, ", printed.out)
         assert printed.out.count("  train: ") == len(before)
         return before, "picture: " in printed.out

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import run_vit_training
-from tests.support.cli import DIGITS, train_tiny_gpu
+from tests.support.cli import DIGITS, run_program, train_tiny_gpu
 from tests.support.curves import (
     assert_same_curves,
     assert_same_evaluations,
@@ -65,10 +65,16 @@ def test_what_is_sharded(processes, flags, form, tiny_on_gpu, tmp_path):
 
 PADDED = "--batch_size 18 --optimizer lion --lr 1e-3 --mixup 0.8 --layer_decay 0.75".split()
 AVERAGED = "--model_ema --model_ema_decay 0.9 --clip_grad_norm 0.3 --precision bf16".split()
+MUON = "--optimizer muon --layer_decay 0.5 --no_decay norms biases".split()
 CASES = [
     # Three processes divide neither the width nor the number of classes.
     (3, [*PADDED, "--grad_ckpt", "selective"], 1e-5),
     long(2, [*AVERAGED, "--optimizer_dtype", "bf16", "--reduce_dtype", "bf16"], 1e-2),
+    (3, [*MUON, "--batch_size", "18", "--grad_accum_steps", "2"], 1e-5),
+    long(4, [*MUON, "--dp_outer", "2", "--zero_dp_strategy", "2"], 1e-5),
+    long(2, [*MUON, "--run_without_fsdp"], 1e-5),
+    long(2, [*MUON, *AVERAGED], 1e-2),
+    long(2, [*MAE, "--optimizer", "muon"], 1e-5),
     long(2, MAE, 1e-5),
     long(2, DINO, 2e-5),
     long(2, [*PAIR_FLAGS, "--grad_accum_steps", "2"], 2e-5),
@@ -88,9 +94,21 @@ def test_same_as_fsdp2(processes, flags, rel, tmp_path):
     assert_same_evaluations(simple, fsdp2, rel)
 
 
+@pytest.mark.parametrize("processes", [3, long(2), long(4)])
+def test_matrices_over_processes(processes):
+    """Of both orientations, and of rows that the processes do not divide."""
+    program = "tests.fakes.orthogonalized_over_processes"
+    done = run_program("-m", program, "cuda", processes=processes)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) == 8
+    assert max(errors) < 1e-5
+
+
 @pytest.mark.long
-def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
-    flags = ["--batch_size", "48", "--model_ema", "--max_steps"]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_checkpoint_moves_to_fsdp2_and_back(optimizer, tmp_path):
+    flags = ["--batch_size", "48", "--model_ema", "--optimizer", optimizer, "--max_steps"]
     reference = train_tiny_gpu(tmp_path / "reference", *flags, "8")
     run = tmp_path / "run"
     train_tiny_gpu(run, *flags, "2", processes=2)
@@ -101,7 +119,11 @@ def test_checkpoint_moves_to_fsdp2_and_back(tmp_path):
     assert_same_curves(moved, reference, rel=2e-5)
 
 
-@pytest.mark.parametrize("form", [long(EAGER), TRACED], ids=["eager", "traced"])
+@pytest.mark.parametrize(
+    "form",
+    [long(EAGER), TRACED, long([*TRACED, *MUON])],
+    ids=["eager", "traced", "muon"],
+)
 def test_resume_is_exact(form, tmp_path):
     """Random numbers follow from the seed and the step, in all that is dropped."""
     flags = [*form, *DROPOUT, "--grad_accum_steps", "2", "--max_steps", "6"]
@@ -135,10 +157,12 @@ def test_blocks_that_differ_are_unrolled(tmp_path):
     assert_same_curves(traced, fsdp2, rel=1e-5)
 
 
-def test_bad_step_is_skipped_by_the_graph(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", long("muon")])
+def test_bad_step_is_skipped_by_the_graph(optimizer, tmp_path):
+    flags = ["--mixup", "0.8", "--model_ema", "--optimizer", optimizer]
     how = {"program": "tests.fakes.spoiled_mix"}
     fsdp2, traced = (
-        train_tiny_gpu(tmp_path / form[1], *form, "--mixup", "0.8", "--model_ema", **how)
+        train_tiny_gpu(tmp_path / form[1], *form, *flags, **how)
         for form in (["--fsdp", "fsdp2"], TRACED)
     )
     for result in (fsdp2, traced):
@@ -151,15 +175,11 @@ def test_bad_step_is_skipped_by_the_graph(tmp_path):
     )
 
 
-REFUSED = ["--zero_dp_strategy 1", "--optimizer muon", "--mesh_domain 2"]
-
-
-@pytest.mark.parametrize("flag", REFUSED)
-def test_what_is_refused(flag, capsys, tmp_path, monkeypatch):
+def test_what_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = ["--backend", "cuda", "--fsdp", "simple", "--ckpt_dir", tmp_path / "x", *flag.split()]
-    line = told_in_one_line(capsys, *flags, "--fake_data")
-    assert line == f"--fsdp simple does not support {flag}: use --fsdp fsdp2"
+    flags = ["--backend", "cuda", "--fsdp", "simple", "--ckpt_dir", tmp_path / "x"]
+    line = told_in_one_line(capsys, *flags, "--zero_dp_strategy", "1", "--fake_data")
+    assert line == "--fsdp simple does not support --zero_dp_strategy 1: use 2 or 3"
     assert not (tmp_path / "x").exists()
 
 

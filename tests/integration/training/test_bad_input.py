@@ -106,7 +106,7 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--mesh_tensor 2 --cpu_devices 2 --mlp_ratio 1.05", "--mesh_tensor 2 does not divide"),
         ("--mesh_tensor 2 --cpu_devices 8 --batch_size 10", "--batch_size 10 (global) is not a"),
         ("--mesh_dcn 2 --xla_fsdp nested", "--mesh_dcn requires --xla_fsdp spmd"),
-        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not cuda"),
+        ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple or --backend"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
         ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires -"),

@@ -23,6 +23,7 @@ from tests.support.cli import (
 )
 from tests.support.marks import long
 from tests.support.resolved import on_xla
+from tools.plan.stacks import PyTorchXla
 from tools.plan.tpu import compile_words
 from tools.plan.tpu_search import TpuCandidate
 from training.config import EmaConfig
@@ -233,8 +234,7 @@ def test_what_is_planned():
         (shape,) = step_sizes(run.model)
         candidate = TpuCandidate(run.mesh, "full", 1, "sdpa", topology)
         sizes[ema] = candidate.estimate(shape, run.config).peak_bytes
-        assert ("--model_ema" in compile_words(run.config, run.backend_config, candidate)) == bool(
-            ema
-        )
+        words = compile_words(run.config, PyTorchXla(run.backend_config), candidate)
+        assert ("--model_ema" in words) == bool(ema)
     more = sizes["--model_ema"] - sizes[""]
     assert more == pytest.approx(4 * shape.parameters / over)

@@ -79,8 +79,10 @@ def test_rows_of_images_are_cut_where_those_of_the_whole_are():
         for rows in (range(5), range(5, 6), range(6, 16)):
             part = Mixing(run, rows)
             some_rows = images[:, :, rows.start : rows.stop]
-            assert part.draw(micro_batch_index, some_rows.shape).equal(mix)
-            parts.append(part.images(some_rows, mix))
+            of_part = part.draw(micro_batch_index, some_rows.shape)
+            shift = torch.tensor([0, 0, rows.start, rows.start, 0, 0])
+            assert (of_part + shift).equal(mix)
+            parts.append(part.images(some_rows, of_part))
         assert torch.cat(parts, dim=2).equal(whole.images(images, mix))
 
 

@@ -98,6 +98,7 @@ FORMS = {
     "nested": (1, "--xla_fsdp nested"),
     "fsdp2": (2, "--backend cuda --grad_accum_steps 2"),
     "hsdp": (4, "--backend cuda --dp_outer 2"),
+    "traced": (3, "--backend cuda --fsdp simple --compile --batch_size 24"),
     "copies": (2, "--backend cuda --run_without_fsdp"),
     "megatron": (3, "--backend cuda --fsdp megatron --batch_size 24"),
     "outer": (4, "--backend cuda --fsdp megatron --dp_outer 2 --outer_dp_sharding_strategy 1"),
@@ -112,7 +113,7 @@ ASKED = {
 }
 HEADS_FIRST = [0, 0, 0, 0, 0.5, 1]
 """The factor of the backbone's learning rate in each step of "heads"."""
-QUICK = [("muon", "tensor"), ("heads", "scanned"), ("heads", "fsdp2")]
+QUICK = [("muon", "tensor"), ("muon", "traced"), ("heads", "scanned"), ("heads", "fsdp2")]
 
 
 def train(folder, *flags, form):
@@ -209,7 +210,8 @@ def test_muon_resumes_elsewhere_and_no_other_optimizer_does(tmp_path):
     flags = [*ASKED["muon"].split(), "--max_steps"]
     expected, *_ = plain(ASKED["muon"], "scanned")
     train_tiny(tmp_path, *flags, "2", devices=4)
-    train_tiny_gpu(tmp_path, *flags, "4", processes=2)
+    train_tiny_gpu(tmp_path, *flags, "3", processes=2)
+    train_tiny_gpu(tmp_path, *flags, "4", "--fsdp", "simple", "--compile", processes=4)
     last = train_tiny(tmp_path, *flags, "6", "--no-scan_blocks")
     assert last.column("loss") == pytest.approx(expected["loss"], rel=1e-5)
     for given, told in {

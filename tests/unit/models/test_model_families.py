@@ -11,7 +11,7 @@ from models import blocks
 from models.initialize import cast_buffers, fill_buffers
 from models.registry import ModelError, list_models, open_model
 from tests.fakes.filled import SMALL, filled
-from xla_fsdp.parallel_plan import packed_parts, tensor_dims
+from training.mesh import tensor_dims
 
 pytestmark = pytest.mark.fast
 
@@ -291,7 +291,11 @@ def test_dimensions_of_a_block(family):
     if family in refused:
         assert dimensions == {}
         return
-    block, dims, parts = spec.meta.blocks[0], tensor_dims(dimensions), packed_parts(dimensions)
+    block, dims, parts = (
+        spec.meta.blocks[0],
+        tensor_dims(dimensions),
+        blocks.packed_parts(dimensions),
+    )
     shapes = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
     assert dimensions.keys() == shapes.keys()
     for name, shape in shapes.items():

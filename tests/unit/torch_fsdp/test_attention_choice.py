@@ -34,7 +34,12 @@ def resolved(flags: str):
         ("--att_dropout 0.1", "plain"),
         ("--att_dropout 0.1 --fsdp simple", "plain"),
         ("--embed_dim 320 --num_heads 1", "plain"),
-        ("--mesh_domain 2", "sdpa"),
+        ("--mesh_domain 2", "whole"),
+        ("--mesh_domain 2 --image_size 66 --patch_size 2", "flash"),
+        ("--mesh_domain 2 --domain_attention ring", "plain"),
+        ("--mesh_domain 2 --domain_attention ring --attention flash", "flash"),
+        ("--mesh_domain 2 --domain_attention ring --image_size 66 --patch_size 2", "flash"),
+        ("--mesh_domain 2 --fsdp simple --attention sdpa", "sdpa"),
     ],
 )
 def test_what_is_chosen(flags, attention):
@@ -54,8 +59,13 @@ def test_what_is_chosen(flags, attention):
             "--attention whole supports up to 1,024 tokens, not 1,089: use --attention plain",
         ),
         (
-            "--attention flash --mesh_domain 2",
-            "--attention flash is incompatible with --mesh_domain 2: use --attention sdpa",
+            "--attention whole --mesh_domain 2 --domain_attention ring",
+            "--attention whole is incompatible with --mesh_domain 2: use --attention plain",
+        ),
+        (
+            "--mesh_domain 2 --fsdp simple --image_size 20",
+            "--fsdp simple does not support --mesh_domain 2, which does not divide 5 rows of "
+            "patches: use --fsdp fsdp2",
         ),
         (
             "--attention sdpa --att_dropout 0.1 --fsdp simple",

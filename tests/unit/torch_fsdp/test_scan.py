@@ -18,7 +18,7 @@ def function(x, row):
 def in_a_loop(x, *columns):
     dtypes = [torch.bfloat16, torch.float64, torch.float64]
     flat = [values for row in zip(*columns, strict=True) for values in row]
-    return ScanWithRecomputation.apply(function, dtypes, Cpu(), x, *flat)
+    return ScanWithRecomputation.apply(function, dtypes, Cpu(), False, x, *flat)
 
 
 def one_by_one(x, *columns):

@@ -1,9 +1,12 @@
-"""Shards of equal size: those of torch.chunk, as FSDP2 has them, padded."""
+"""Shards of equal size: those of torch.chunk, as FSDP2 has them, padded; and parts of parameters by
+tensor parallelism, and where pieces of them are in the whole."""
 
 import pytest
 import torch
 
 from torch_fsdp.simple_fsdp import Layout
+from torch_fsdp.tensor_parallel import Part
+from training.checkpoints.state import Chunk
 
 
 @pytest.mark.parametrize(
@@ -11,7 +14,7 @@ from torch_fsdp.simple_fsdp import Layout
 )
 @pytest.mark.parametrize("shards", [1, 3, 4])
 def test_shards(shape, dim, shards):
-    layout = Layout(torch.Size(shape), dim, shards, "group", torch.float32, torch.float32)
+    layout = Layout(torch.Size(shape), dim, shards, "group", torch.float32, torch.float32, shards)
     whole = torch.randn(shape)
     chunks = list(whole.chunk(shards, dim=dim))
     assert len({layout.shard(whole, index).shape for index in range(shards)}) == 1
@@ -23,3 +26,29 @@ def test_shards(shape, dim, shards):
         assert not shard.narrow(dim, size, layout.chunk - size).any()
         if size:
             assert whole.narrow(dim, start, size).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "packed"), [((24, 5), 0, 3), ((24,), 0, 3), ((8, 5), 0, 2), ((5, 8), 1, 1)]
+)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts(shape, dim, packed, count):
+    """Each has the same rows of all that is packed, and pieces of any size fill the whole."""
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    found = torch.full(shape, float("nan"))
+    for index in range(count):
+        part = Part(whole.shape, dim, packed, index, count)
+        values = part.of(whole)
+        assert values.shape == part.shape
+        pieces = [each.chunk(count, dim)[index] for each in whole.chunk(packed, dim)]
+        assert values.equal(torch.cat(pieces, dim))
+        for start in range(0, values.shape[0], 3):
+            offsets = (start, *(0 for _ in shape[1:]))
+            for piece in part.in_whole(Chunk(offsets, values[start : start + 3])):
+                place = tuple(
+                    slice(first, first + size)
+                    for first, size in zip(piece.offsets, piece.data.shape, strict=True)
+                )
+                assert found[place].isnan().all()
+                found[place] = piece.data
+    assert found.equal(whole)

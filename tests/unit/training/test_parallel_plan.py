@@ -8,7 +8,7 @@ import torch
 from gpu_fsdp import resolve_gpu
 from tests.support.cli import TINY_MODEL
 from tests.support.resolved import on_gpus, on_xla
-from torch_fsdp.resolve_torch import FSDP2
+from torch_fsdp.resolve_torch import FSDP2, SIMPLE
 from training.errors import UsageError
 from training.mesh import Mesh
 
@@ -49,6 +49,14 @@ def test_on_xla(flags, expected):
         ("--no_reshard_after_forward --grad_ckpt selective", {"zero": 2, "grad_ckpt": "selective"}),
         ("--mesh_domain 2", {"domain_attention": "ulysses"}),
         ("--precision bf16 --compile", {"dtype": torch.bfloat16, "products": "bf16"}),
+        (
+            "--precision bf16 --fsdp simple --matmul int8",
+            {"implementation": SIMPLE, "matmul": torch.int8, "gather_dtype": None},
+        ),
+        (
+            "--fsdp simple --gather_dtype fp8",
+            {"implementation": SIMPLE, "matmul": None, "gather_dtype": torch.float8_e4m3fn},
+        ),
     ],
 )
 def test_on_gpus(flags, expected, monkeypatch):

@@ -36,7 +36,11 @@ def tpu_host(monkeypatch):
             "--compile_only --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
             "--tpu_compiler requires --backend xla, not torchtpu",
         ),
-        ("--plan", "--plan requires --backend xla, not torchtpu"),
+        ("--plan --fsdp fsdp2", "--plan with --backend torchtpu requires --fsdp simple, not fsdp2"),
+        (
+            "--plan --tpu_topology v5e:2x2 --tpu_compiler 0.0.52",
+            "--tpu_compiler requires --backend xla, not torchtpu",
+        ),
     ],
 )
 def test_refused(flags, words, tpu_host, capsys, tmp_path):
@@ -58,37 +62,49 @@ def test_compilation_without_what_it_needs(missing, words, capsys, monkeypatch, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else 1)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else name)
     with pytest.raises(UsageError, match=f"^{words}"):
-        torchtpu._check_installed()
+        torchtpu.check_installed("--compile_only")
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tpu_topology v4:2x2x1", "--compile_only with --backend torchtpu does not support v4"),
+        ("--tpu_topology v4:2x2x1", "--backend torchtpu does not support --tpu_topology v4:2x2x1"),
         ("--tpu_topology v5e:3x3 --json", "--tpu_topology v5e:3x3 does not exist"),
         (
             "--tpu_topology v5e:2x2 --teacher vit_10b --teacher_weights none",
             "--teacher is incompatible with --compile_only",
         ),
         (
-            "--tpu_topology v5e:2x2 --explain",
+            "--tpu_topology v5e:2x2 --explain --fsdp fsdp2",
+            "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --explain --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
         (
             "--tpu_topology v5e:2x2 --explain --fsdp simple --no-compile",
             "--explain with --backend torchtpu requires --fsdp simple, without --no-compile",
         ),
-        ("--tpu_topology v5e:2x2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla, not"),
         (
-            "--tpu_topology v5e:2x2 --mesh_domain 2",
+            "--tpu_topology v5e:2x2 --mesh_tensor 2 --fsdp fsdp2",
+            "--mesh_tensor 2 requires --fsdp simple or",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --run_without_fsdp",
             "--compile_only with --backend torchtpu compiles FSDP over all devices of a slice "
-            "only, not mesh fsdp 2 x domain 2: drop --mesh_domain",
+            "only, not mesh dcn 4: drop --run_without_fsdp",
+        ),
+        (
+            "--tpu_topology v5e:2x2 --mesh_domain 2 --fsdp fsdp2",
+            "--compile_only with --backend torchtpu and --mesh_domain 2 requires --fsdp simple, "
+            "without --no-compile",
         ),
         ("--tpu_topology v5e:2x2 --mesh_fsdp 3", "--mesh_dcn 1 x --mesh_fsdp 3 x --mesh_tensor 1"),
     ],
 )
 def test_not_compiled(flags, words, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(torchtpu, "_check_installed", lambda: None)
+    monkeypatch.setattr(torchtpu, "check_installed", lambda mode: None)
     monkeypatch.setattr(torchtpu, "warn_of_others", lambda *versions: None)
     asked = ["--backend", "torchtpu", "--compile_only", "--hlo_dir", tmp_path / "hlo"]
     line = told_in_one_line(capsys, *asked, *TINY_MODEL, *flags.split())

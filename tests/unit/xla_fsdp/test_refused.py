@@ -27,7 +27,7 @@ ON_GPUS = [
         "ulysses requires a number of heads divisible by --mesh_domain 2, not 3: use ring",
     ),
     ("--mesh_domain 2 --domain_attention gather", "requires --backend xla: use ring or ulysses"),
-    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --backend xla"),
+    ("--mesh_domain 2 --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple"),
     ("--mesh_domain 2 --compile --grad_ckpt selective", "requires --grad_ckpt full or none"),
 ]
 ON_XLA = [
@@ -87,6 +87,28 @@ KERNELS = [
         "xla",
         "--matmul int8 --precision bf16 --xla_fsdp nested --cpu_devices 1",
         "--matmul int8 requires --xla_fsdp spmd",
+    ),
+    (
+        "xla",
+        "--matmul fp8 --precision bf16",
+        "--matmul fp8 requires --backend torchtpu: with xla use int8",
+    ),
+    ("cuda", "--matmul int8 --fsdp simple", "--matmul int8 requires --precision bf16, not fp32"),
+    (
+        "cuda",
+        "--matmul int8 --precision bf16",
+        "--matmul int8 requires --fsdp simple, not fsdp2",
+    ),
+    ("cuda", "--gather_dtype fp8", "--gather_dtype fp8 requires --fsdp simple, not fsdp2"),
+    (
+        "cuda",
+        "--fsdp simple --gather_dtype fp8 --zero_dp_strategy 0",
+        "--gather_dtype fp8 is incompatible with --zero_dp_strategy 0, which gathers nothing",
+    ),
+    (
+        "cuda",
+        "--fsdp simple --gather_dtype fp8 --matmul int8 --precision bf16",
+        "--gather_dtype fp8 is incompatible with --matmul int8: drop one of the two",
     ),
     (
         "xla",

@@ -1,0 +1,82 @@
+"""Forward products of the blocks' linear layers in numbers of one byte (``--matmul``).
+
+Each token's row of the input and each row of the weight are rounded (``models/rounding.py``), and
+the sums are scaled. Gradients are those of a product with the rounded weight, in the dtype of
+activations; rounding itself has the gradient of doing nothing (Bengio et al., arXiv:1308.3432).
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.rounding import round_to_bytes
+from torch_fsdp import torch_tpu_private
+
+ROUNDED = ("numbers", "factors")
+"""Buffers of a linear layer: its rounded weight (out, in), and fp32 factors (out, 1). They are
+there while its block computes, as its gathered weight is."""
+
+_SUMS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
+
+
+def multiply_rounded(block: nn.Module) -> None:
+    """Let the linear layers of ``block`` multiply by ``ROUNDED``."""
+    for part in block.modules():
+        if type(part) is nn.Linear:
+            for name in ROUNDED:
+                part.register_buffer(name, None, persistent=False)
+            part.forward = types.MethodType(_forward, part)  # type: ignore[method-assign]
+
+
+def _forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    y = RoundedProduct.apply(x, linear.weight, linear.numbers, linear.factors)
+    return y if linear.bias is None else y + linear.bias
+
+
+class RoundedProduct(torch.autograd.Function):
+    """The product of x (..., in) and a weight (out, in), forward by its numbers and factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        numbers: torch.Tensor,
+        factors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        x_numbers, x_factors = round_to_bytes(x, numbers.dtype, (-1,))
+        sums = multiply_bytes(x_numbers, numbers)
+        return (sums.float() * x_factors * factors.flatten()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None, None
+
+
+@torch.library.custom_op("vit::multiply_bytes", mutates_args=())
+def multiply_bytes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ weight.T`` for x (..., in) and weight (out, in): of int8 in int32, of fp8 in
+    fp32. torch_tpu 0.2.0 has no integer product, so this is a module of one operation."""
+    sums = _SUMS[x.dtype]
+    if x.device.type == "cpu":
+        return x.to(sums) @ weight.to(sums).t()
+    shape = [*x.shape[:-1], weight.shape[0]]
+    left, right = (torch_tpu_private.tensor_type(each.shape, each.dtype) for each in (x, weight))
+    result = torch_tpu_private.tensor_type(shape, sums)
+    module = f"""
+        func.func @main(%x: {left}, %weight: {right}) -> {result} {{
+          %y = stablehlo.dot_general %x, %weight, contracting_dims = [{x.dim() - 1}] x [1]
+            : ({left}, {right}) -> {result}
+          return %y : {result}
+        }}
+    """
+    return torch_tpu_private.call_kernel(module, [x, weight], [(shape, sums)])[0]
+
+
+@multiply_bytes.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=_SUMS[x.dtype])
