@@ -377,9 +377,10 @@ def test_tpu7x_is_trained_on_by_torchtpu(shapes):
     train = read_flags(commands["train"][1:])
     assert (train.run.backend, train.run.num_epochs) == ("torchtpu", 3)
     request = Request(config, stack, PlanConfig(), resolve_model(config)[1], None, {})
-    offload = replace(candidate, grad_ckpt="offload")  # TorchTPU has none
-    assert refusal(request, replace(candidate, grad_ckpt="full")) is None
-    assert refusal(request, offload).startswith("--grad_ckpt offload requires --backend xla, not")
+    candidate = replace(candidate, grad_ckpt="full", attention="sdpa")
+    both = Mesh(dcn=2, fsdp=4, domain=2, tensor=2)  # only PyTorch/XLA has both
+    assert refusal(request, candidate) is None
+    assert refusal(request, replace(candidate, mesh=both)).startswith("--mesh_tensor 2 with --fsdp")
     launched = compute_engine.parse(commands["launch"][3:])
     assert (launched.hosts, launched.slices, launched.torchtpu) == (2, 2, True)
     assert launched.command == [*commands["train"], *BUCKET]
