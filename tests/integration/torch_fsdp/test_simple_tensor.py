@@ -98,6 +98,7 @@ def test_checkpoint_moves_between_meshes_and_to_fsdp2(tmp_path):
     assert_same_curves(moved, reference, rel=2e-5)
 
 
+@pytest.mark.long
 def test_resume_is_exact(tmp_path):
     flags = [*TENSOR, *DROPOUT, "--grad_accum_steps", "2"]
     whole = train_tiny_gpu(tmp_path / "whole", *flags, "--ckpt_step_interval", "3", processes=4)
