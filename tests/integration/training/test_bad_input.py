@@ -109,7 +109,10 @@ def complaint(capsys, ckpt_dir, *flags):
         ("--backend cuda --mesh_tensor 2", "--mesh_tensor 2 requires --fsdp simple or --backend"),
         ("--mesh_dcn 0", "must be at least 1 and at most 1000000000 (or slices)"),
         ("--mesh_dcn slice", "'slice' is not a whole number (or slices)"),
-        ("--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices", "--mesh_dcn slices requires attached TPU"),
+        (
+            "--compile_only --tpu_topology v5e:2x2 --mesh_dcn slices",
+            "--mesh_dcn slices requires attached TPU",
+        ),
         ("--lr x", "'x' is not a number"),
         ("--lr -1", "must be at least 0"),
         (f"--seed {10**20}", "must be at least 0 and at most 9223372036854775807"),
