@@ -1,6 +1,7 @@
 """launch/torchrun.sh --backend torchtpu: what torch_tpu itself tells each process of its slice."""
 
 import json
+import signal
 import sys
 import time
 
@@ -49,31 +50,64 @@ runpy.run_module("tests.fakes.torchtpu_on_cpu", run_name="__main__")
 """
 
 
-@pytest.mark.long
-def test_two_slices_of_which_one_is_lost(pod_of, tmp_path):
-    """By one launch, each of one host with two devices: a replica of the model in each. Training
-    goes on with the one that is left, as if nothing had happened."""
+@pytest.fixture
+def launch(tmp_path):
+    """Start the program on a pod by launch/torchrun.sh, with the flags of six tiny steps and more;
+    ``own`` are the launcher's."""
     copy_launcher(tmp_path / "vit")
     (tmp_path / "vit" / "run_vit_training.py").write_text(TRAINS)
-    variables = OF_TORCHTPU | {
-        "NPROC_PER_NODE": "2",
-        "TORCH_TPU_TOPOLOGY": "2,1,1",
-        "PYTHON": sys.executable,
-        "MASTER_PORT": free_port(),
-    }
-    own = [word for item in variables.items() for word in ("--env", "=".join(item))]
-    elastic = "--elastic 1 --max_restarts 1 --grace 2 --elastic_wait 1 --elastic_poll 1".split()
-    flags = "--max_steps 20 --ckpt_step_interval 2".split()
-    pod = pod_of(1)
-    run = pod.launch(
-        *("launch/torchrun.sh", "--backend", "torchtpu", "--mesh_dcn", "slices"),
-        *(*tiny(tmp_path / "run"), *flags),
-        flags=(*own, *elastic, "--workdir", str(tmp_path / "vit")),
-        tpu="pod-0,pod-1",
-    )
-    while not (tmp_path / "run" / "step_4").exists():
+
+    def start_it(pod, *flags, own="", tpu="pod", **variables):
+        variables |= OF_TORCHTPU | {"PYTHON": sys.executable, "MASTER_PORT": free_port()}
+        sent = [word for item in variables.items() for word in ("--env", "=".join(item))]
+        return pod.launch(
+            *("launch/torchrun.sh", "--backend", "torchtpu", *tiny(tmp_path / "run"), *flags),
+            flags=(*sent, *own.split(), "--workdir", str(tmp_path / "vit")),
+            tpu=tpu,
+        )
+
+    return start_it
+
+
+def wait_for(path, run):
+    while not path.exists():
         assert run.poll() is None, finish(run)
         time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_four_hosts_that_are_stopped(pod_of, launch, tmp_path):
+    """A slice of 2x2 with a chip a host. Ctrl-C, and the same command again."""
+    flags = "--max_steps 20 --ckpt_step_interval 2".split()
+    pod, chips = pod_of(4), {"NPROC_PER_NODE": "1", "TORCH_TPU_TOPOLOGY": "2,2,1"}
+    run = launch(pod, *flags, own="--grace 60", **chips)
+    wait_for(tmp_path / "run" / "step_4", run)
+    run.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(run)
+    assert code == 130, stdout + stderr
+    assert "training stopped by SIGINT: step " in stdout
+    code, stdout, stderr = finish(launch(pod, *flags, **chips))
+    assert code == 0, stdout + stderr
+    result = Result(tmp_path / "run", stdout, stderr)
+    assert "TPU: 4 cpu device(s), TorchTPU, SimpleFSDP" in result.run_file["backend"]
+    assert_same_curves(result, train_tiny_gpu(tmp_path / "whole", *flags), rel=1e-4)
+
+
+@pytest.mark.long
+def test_two_slices_of_which_one_is_lost(pod_of, launch, tmp_path):
+    """By one launch, each of one host with two devices: a replica of the model in each. Training
+    goes on with the one that is left, as if nothing had happened."""
+    flags = "--max_steps 20 --ckpt_step_interval 2".split()
+    pod = pod_of(1)
+    run = launch(
+        pod,
+        *("--mesh_dcn", "slices", *flags),
+        own="--elastic 1 --max_restarts 1 --grace 2 --elastic_wait 1 --elastic_poll 1",
+        tpu="pod-0,pod-1",
+        NPROC_PER_NODE="2",
+        TORCH_TPU_TOPOLOGY="2,1,1",
+    )
+    wait_for(tmp_path / "run" / "step_4", run)
     before = json.loads((tmp_path / "run" / "run.json").read_text())["backend"]
     pod.lose(1)
     code, stdout, stderr = finish(run)
@@ -84,5 +118,4 @@ def test_two_slices_of_which_one_is_lost(pod_of, tmp_path):
     for told, mesh in ((before, "mesh dcn 2 x fsdp 2,"), (after, "mesh fsdp 2,")):
         assert "SimpleFSDP" in told
         assert mesh in told
-    whole = train_tiny_gpu(tmp_path / "whole", *flags)
-    assert_same_curves(result, whole, rel=1e-4)
+    assert_same_curves(result, train_tiny_gpu(tmp_path / "whole", *flags), rel=1e-4)
