@@ -1,7 +1,7 @@
-"""run_vit_training.py, with signals in the middle of a step, as SIGNAL_AT says.
+"""run_vit_training.py, with signals at the beginning of a step, as SIGNAL_AT says.
 
-``SIGNAL_AT="RANK STEP NAME..."``: the process of that rank gets the signals during that step, and
-so do its loader's processes, as from a terminal or from torchrun. LATER: after a pause.
+``SIGNAL_AT="RANK STEP NAME..."``: the process of that rank gets the signals in that step, and so
+do its loader's processes, as from a terminal or from torchrun. LATER: after a pause.
 """
 
 import os
@@ -10,25 +10,24 @@ import sys
 import time
 
 import run_vit_training
-from training import step as step_module
+from training import loop
 
 
 def main(argv: list[str]) -> int:
     rank, step, *names = os.environ["SIGNAL_AT"].replace("SIG", "").split()
     assert os.getpgrp() == os.getpid()  # nobody else's processes are in the group
-    forward_backward = step_module.forward_backward
+    train_step = loop.train_step
 
-    def interrupted(model, objective, backend, done, micro_batches):
-        loss = forward_backward(model, objective, backend, done, micro_batches)
+    def interrupted(model, objective, backend, done, *inputs, **how):
         if backend.batch_shard == int(rank) and done + 1 == int(step):
             for name in names:  # sent by another process, as loader processes can tell
                 if name == "LATER":
                     time.sleep(0.6)
                     continue
                 subprocess.run(["kill", "-s", name, "--", f"-{os.getpid()}"], check=False)
-        return loss
+        return train_step(model, objective, backend, done, *inputs, **how)
 
-    step_module.forward_backward = interrupted
+    loop.train_step = interrupted
     return run_vit_training.main(argv)
 
 
