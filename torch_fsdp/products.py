@@ -1,20 +1,14 @@
-"""The blocks' linear layers as a TPU computes them fastest, also in numbers of one byte
-(``--matmul``).
+"""Forward products of the blocks' linear layers in numbers of one byte (``--matmul``).
 
-A bias's gradient is a product with rows of ones: XLA would make the sum a reduction of its own,
-which reads the gradient of the layer's output once more (docs/evidence/torchtpu.md).
-
-In numbers of one byte, each token's row of the input and each row of the weight are rounded
-(``models/rounding.py``), and the sums are scaled. Gradients are those of a product with the rounded
-weight, in the dtype of activations; rounding itself has the gradient of doing nothing (Bengio et
-al., arXiv:1308.3432).
+Each token's row of the input and each row of the weight are rounded (``models/rounding.py``), and
+the sums are scaled. Gradients are those of a product with the rounded weight, in the dtype of
+activations; rounding itself has the gradient of doing nothing (Bengio et al., arXiv:1308.3432).
 """
 
 import types
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.rounding import round_to_bytes
@@ -27,44 +21,18 @@ there while its block computes, as its gathered weight is."""
 _SUMS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
 
 
-_SUM_ROWS = 8
-"""Rows of ones that a gradient is multiplied by: of one row XLA would make a sum again."""
-
-
-def compute_linear_layers(block: nn.Module, *, rounded: bool) -> None:
-    """Let the linear layers of ``block`` compute so; if ``rounded``, multiply by ``ROUNDED``."""
-    forward = _multiply_rounded if rounded else _multiply
+def multiply_rounded(block: nn.Module) -> None:
+    """Let the linear layers of ``block`` multiply by ``ROUNDED``."""
     for part in block.modules():
         if type(part) is nn.Linear:
-            for name in ROUNDED if rounded else ():
+            for name in ROUNDED:
                 part.register_buffer(name, None, persistent=False)
-            part.forward = types.MethodType(forward, part)  # type: ignore[method-assign]
+            part.forward = types.MethodType(_forward, part)  # type: ignore[method-assign]
 
 
-def _multiply(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    return _add_bias(F.linear(x, linear.weight), linear.bias)
-
-
-def _multiply_rounded(linear: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
     y = RoundedProduct.apply(x, linear.weight, linear.numbers, linear.factors)
-    return _add_bias(y, linear.bias)
-
-
-def _add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y if bias is None else AddBias.apply(y, bias)
-
-
-class AddBias(torch.autograd.Function):
-    """The sum of y (..., out) and a bias (out)."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return y + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = grad.flatten(0, -2)
-        return grad, (rows.new_ones((_SUM_ROWS, rows.shape[0])) @ rows)[0]
+    return y if linear.bias is None else y + linear.bias
 
 
 class RoundedProduct(torch.autograd.Function):

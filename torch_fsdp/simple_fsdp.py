@@ -40,7 +40,7 @@ from torch_fsdp.parallel_plan import (
     selective_contexts,
     sharded_dim,
 )
-from torch_fsdp.products import ROUNDED, compute_linear_layers
+from torch_fsdp.products import ROUNDED, multiply_rounded
 from torch_fsdp.scan import ScanWithRecomputation
 from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
@@ -457,7 +457,8 @@ class SimpleFsdpBackend(TorchBackend):
             initialize(block, name)
             if not self._domain:
                 use_attention(block, plan.attention)
-            compute_linear_layers(block, rounded=plan.matmul is not None)
+            if plan.matmul:
+                multiply_rounded(block)
             cast_buffers(block, plan.dtype)
             parts: Mapping[nn.Parameter, Part] = {}
             if self._tensor:
