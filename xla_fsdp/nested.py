@@ -16,7 +16,12 @@ from training.backend import InitializeModule
 from training.checkpoints.state import Chunk, ShardedTensor, flat_range_boxes
 from xla_fsdp.parallel_plan import XlaRun
 from xla_fsdp.parallelize import parallelize_nested
-from xla_fsdp.torch_xla_private import free_gathered, original_parameters, without_wrappers
+from xla_fsdp.torch_xla_private import (
+    drop_views,
+    free_gathered,
+    original_parameters,
+    without_wrappers,
+)
 from xla_fsdp.xla_backend import XlaBackend
 
 
@@ -85,6 +90,11 @@ class NestedBackend(XlaBackend):
         for unit in self._model.modules():
             if isinstance(unit, XlaFullyShardedDataParallel):
                 free_gathered(unit)
+
+    def _after_backward(self) -> None:
+        for unit in self._model.modules():
+            if isinstance(unit, XlaFullyShardedDataParallel):
+                drop_views(unit)
 
     # -- state ------------------------------------------------------------------------
 

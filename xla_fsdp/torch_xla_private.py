@@ -190,7 +190,12 @@ def original_parameters(unit: Any, shard: Any) -> tuple[str, list[tuple[str, tor
 def free_gathered(unit: Any) -> None:
     """Free the gathered weights of one unit of FSDP; its next pass gathers them again."""
     unit._free_full_params(apply_opt_barrier=False)
-    # Flat ones leave views of themselves in the modules, which would keep them.
+    drop_views(unit)
+
+
+def drop_views(unit: Any) -> None:
+    """Drop the views that flat parameters of one unit leave in the modules. They would keep gathered
+    weights that are freed."""
     flat = unit.module
     views = [(module, name) for _, module, name in flat._param_infos]
     views += [(module, name) for _, _, module, name, _, _ in flat._shared_param_infos]

@@ -144,6 +144,9 @@ class XlaBackend(Backend):
     def _reshard(self) -> None:
         """Free stale unsharded parameters."""
 
+    def _after_backward(self) -> None:
+        """Drop what would keep unsharded parameters."""
+
     # -- model and optimizer ----------------------------------------------------------
 
     def shard_frozen(
@@ -260,7 +263,7 @@ class XlaBackend(Backend):
         if self._names:
             self._names.name_backward(loss, LOSS)
         loss.backward()
-        self._reshard()
+        self._after_backward()
         self._in_loss.close()
         self._passes_s += time.perf_counter() - self._synced_s - self._pass_began_s
         # One graph for all passes would hold the activations of all passes. All passes use the same

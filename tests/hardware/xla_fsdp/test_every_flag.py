@@ -79,7 +79,8 @@ def on_slice(words):
 def test_on_a_rehearsed_tpu(data, slice_of, tmp_path):
     said = []
     for number, line in enumerate(lines_of("xla", data, on_slice, NOT_ON_THE_HOST)):
-        host = slice_of(ONE_CHIP if "nested" in line else HOST)
+        form = on_slice(line).backend_config.xla_fsdp
+        host = slice_of(ONE_CHIP if form == "nested" else HOST)
         run = tmp_path / f"run_{number}"
         started = host.start(*line, "--ckpt_dir", run)
         try:
