@@ -194,8 +194,8 @@ def free_gathered(unit: Any) -> None:
 
 
 def drop_views(unit: Any) -> None:
-    """Drop the views that flat parameters of one unit leave in the modules. They would keep gathered
-    weights that are freed."""
+    """Drop the views that flat parameters of one unit leave in the modules: they would keep the
+    gathered weights."""
     flat = unit.module
     views = [(module, name) for _, module, name in flat._param_infos]
     views += [(module, name) for _, _, module, name, _, _ in flat._shared_param_infos]
