@@ -18,7 +18,7 @@ def round_to_bytes(
     """Return ``x`` in a dtype of ``LARGEST``, rounded to the nearest, halves to even, and the fp32
     factors that give it back, one for all that is ``along`` these dimensions, which keep size 1."""
     x = x.float()
-    factors = (x.abs().amax(tuple(along), keepdim=True) / LARGEST[dtype]).clamp(min=LEAST_FACTOR)
+    factors = (x.abs().amax(along, keepdim=True) / LARGEST[dtype]).clamp(min=LEAST_FACTOR)
     scaled = x / factors
     return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), factors
 

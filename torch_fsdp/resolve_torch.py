@@ -19,13 +19,7 @@ from models.rounding import BYTE_DTYPES
 from torch_fsdp import devices, varlen
 from torch_fsdp.config import ZERO_FLAGS, Fsdp2Config
 from torch_fsdp.devices import Device
-from torch_fsdp.parallel_plan import (
-    DTYPES,
-    FsdpImplementation,
-    TimmBlocks,
-    TorchPlan,
-    TorchRun,
-)
+from torch_fsdp.parallel_plan import DTYPES, FsdpImplementation, TimmBlocks, TorchPlan, TorchRun
 from tpu_attention.choice import KERNELS, for_teacher, resolve_attention
 from training.config import RunConfig, ShardingConfig
 from training.elastic import check_elastic

@@ -534,10 +534,8 @@ class SimpleFsdpBackend(TorchBackend):
                 if whole in layouts:  # by a unit below
                     continue
                 if whole not in shards:
-                    group, tensor_part = self._mesh.get_group(SHARD), parts.get(whole)
-                    processes = group.size()
-                    if self._tensor and tensor_part:
-                        group = self._tensor.same_parts
+                    tensor_part = parts.get(whole)
+                    group, processes = self._group_of(tensor_part), self._mesh.size(1)
                     layout = Layout.of(
                         whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
                     )
@@ -558,6 +556,10 @@ class SimpleFsdpBackend(TorchBackend):
             output_dtype,
             barrier=self._device.barrier,
         )
+
+    def _group_of(self, part: Part | None) -> dist.ProcessGroup:
+        """Return the processes that shard a parameter, or a part of one."""
+        return self._tensor.same_parts if self._tensor and part else self._mesh.get_group(SHARD)
 
     # -- a step -----------------------------------------------------------------------
 
@@ -664,8 +666,7 @@ class SimpleFsdpBackend(TorchBackend):
 
     def _global_view(self, name: str, values: torch.Tensor) -> torch.Tensor:
         layout = self._layouts[name]
-        group = self._tensor.same_parts if self._tensor and layout.part else None
-        start, size = layout.range(group.rank() if group else self.shards[0])
+        start, size = layout.range(self._group_of(layout.part).rank())
         offsets = [0] * len(layout.shape)
         offsets[layout.dim] = start
         chunks = [Chunk(tuple(offsets), values.narrow(layout.dim, 0, size))] if size else []
