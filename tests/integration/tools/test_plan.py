@@ -530,6 +530,16 @@ def takes(command):
     return resolve_for_slice(flags.run, xla, topology)
 
 
+@pytest.fixture
+def newer_libtpu(monkeypatch, tmp_path):
+    """A newer libtpu of which nothing is asked but that it is there."""
+    library = tmp_path / tpu.NEWER_LIBTPU / "libtpu" / "libtpu.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(tpu, "NEWER_LIBRARY", library)
+
+
+@pytest.mark.usefixtures("newer_libtpu")
 def test_by_arithmetic_alone(plan, tmp_path):
     found = plan(*LARGE, "--num_epochs", "90")
     steps = 90 * 1000
