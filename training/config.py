@@ -269,7 +269,7 @@ class LogConfig:
         0.0,
         "hang detection: a process that completes no step, evaluation batch or checkpoint for "
         "this many seconds prints the stack traces of its threads and ends with exit code 1; at "
-        "least 600 s for the first batch; compilation does not count; 0: off (default: the "
+        "least 600 s for the first batch and 10800 s for what compiles; 0: off (default: the "
         "environment variable STEP_TIMEOUT_S, or 0)",
         kind=seconds,
         metavar="SECONDS",

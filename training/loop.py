@@ -44,7 +44,7 @@ class Session:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self.watchdog.pause()
+        self.watchdog.stop()
         self.reports.close()
 
     @contextlib.contextmanager
@@ -53,8 +53,7 @@ class Session:
         if not (is_first and self.backend.compiles):
             yield
             return
-        self.watchdog.pause()  # a compilation may take minutes
-        with self.reports.compiling(what):
+        with self.watchdog.compiling(), self.reports.compiling(what):
             yield
             self.backend.wait()
 

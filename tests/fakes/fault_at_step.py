@@ -2,8 +2,9 @@
 
 ``FAULT_AT="KIND FIRST LAST"``: in the steps FIRST to LAST, counted from 1. ``loss``: the loss is
 not a number. ``hang``: the step waits for ever, in compiled code. ``read``: so does the reading of
-an image, and FIRST is how many seconds the watchdog grants before the first step. ``evaluation``:
-SIGTERM comes as the FIRST-th batch of an evaluation is computed.
+an image, and FIRST is how many seconds the watchdog grants before the first step. ``compile``: so
+does the first step, and FIRST is how many it grants what compiles. ``evaluation``: SIGTERM comes as
+the FIRST-th batch of an evaluation is computed.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ def main(argv: list[str]) -> int:
     forward_backward = step_module.forward_backward
 
     def faulty(model, objective, backend, done, micro_batches):
+        if kind == "compile":
+            ctypes.CDLL(None).pause()
         loss = forward_backward(model, objective, backend, done, micro_batches)
         if not first <= done + 1 <= last:
             return loss * 1.0  # the same graph on XLA
@@ -51,6 +54,8 @@ def main(argv: list[str]) -> int:
         F.cross_entropy = interrupted
     else:
         step_module.forward_backward = faulty
+        if kind == "compile":
+            stopping._COMPILATION_S = first
     return run_vit_training.main(argv)
 
 

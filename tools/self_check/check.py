@@ -104,7 +104,7 @@ def _self_check(asked: Run, data: DataSource, run: Run, backend: Backend) -> Non
         table.line(False, "crashed", f"in the next check: {reason_of(error)}")
         raise
     finally:
-        watchdog.pause()
+        watchdog.stop()
     checks = f"{table.passed + table.failed} checks, {time.perf_counter() - began:.0f} s"
     if table.failed:
         table.say(f"self check FAILED: {table.failed} of {checks}")

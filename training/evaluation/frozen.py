@@ -261,8 +261,7 @@ class RegularEvaluations(Hook):
             return
 
         def part_done() -> bool:
-            if not self._is_first:
-                session.watchdog.alive()
+            session.watchdog.alive()
             return session.stop.due()
 
         weights = session.backend.ema_weights if config.averages else contextlib.nullcontext

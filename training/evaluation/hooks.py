@@ -90,8 +90,7 @@ class Evaluations(Hook):
 
             def batch_done() -> bool:
                 advance_bar()
-                if not is_first:
-                    session.watchdog.alive()
+                session.watchdog.alive()
                 return session.stop.due()
 
             images = min(self.images, batches * session.config.data.global_micro_batch_size)

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -157,6 +157,9 @@ class StopRequest:
 
 _BEFORE_FIRST_STEP_S = 600.0
 """The minimum timeout before the first step, in seconds."""
+_COMPILATION_S = 3 * 3600.0
+"""The minimum timeout of what compiles, in seconds: a large model with unrolled blocks takes an
+hour or two."""
 
 
 class Watchdog:
@@ -167,15 +170,26 @@ class Watchdog:
     def __init__(self, seconds: float) -> None:
         """Allow this many seconds without progress; 0: off."""
         self._seconds = seconds
+        self._at_least = 0.0
 
     def alive(self, *, before_first_step: bool = False) -> None:
         """Restart the countdown after progress; ``before_first_step``: with time for the first
         batch."""
         if self._seconds:
-            limit = max(self._seconds, _BEFORE_FIRST_STEP_S if before_first_step else 0)
+            at_least = _BEFORE_FIRST_STEP_S if before_first_step else self._at_least
+            limit = max(self._seconds, at_least)
             faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
-    def pause(self) -> None:
-        """Stop the countdown until ``alive`` is called, for work that may take any time."""
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Allow the time that a compilation takes for all progress inside."""
+        self._at_least = _COMPILATION_S
+        self.alive()
+        try:
+            yield
+        finally:
+            self._at_least = 0.0
+
+    def stop(self) -> None:
         if self._seconds:
             faulthandler.cancel_dump_traceback_later()

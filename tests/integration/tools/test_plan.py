@@ -423,7 +423,6 @@ def test_what_needs_the_newer_compiler_says_how_to_get_it(flags, capsys):
     assert line.endswith(": run `make tpu-compiler`")
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("no_newer_libtpu")
 def test_a_plan_for_all_slices_says_which_it_cannot_compile(capsys, tmp_path):
     words = [*LARGE, "--plan_compilations", "0", "--plan_dir", str(tmp_path / "plan")]
