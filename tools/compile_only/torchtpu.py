@@ -193,11 +193,10 @@ class PlaceholderTpu(devices.Tpu):
     register = staticmethod(torch_tpu_private.register_without_tpu)
 
     store: torch_tpu_private.AbsentRanks
+    """By which the other processes of the slice seem to be there."""
 
     def slices(self) -> int | None:
         return 1  # not those of this machine's job
-
-    """By which the other processes of the slice seem to be there."""
 
     def count(self) -> int | None:
         return None
