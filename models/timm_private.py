@@ -301,8 +301,9 @@ def why_not_by_patch(model: NaFlexVit, most_positions: int) -> str | None:
     if rope is not None and not isinstance(rope, RotaryEmbeddingCat | RotaryEmbeddingDinoV3):
         return f"its rotary positions are timm's {type(rope).__name__}"
     if rope is not None and rope.aug_active:
-        return "<rope_rescale_coords> and shifted or jittered coordinates apply to whole batches "
-        "only"
+        return (
+            "<rope_rescale_coords> and shifted or jittered coordinates apply to whole batches only"
+        )
     return None
 
 
