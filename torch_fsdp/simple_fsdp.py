@@ -46,7 +46,7 @@ from torch_fsdp.step_graph import StatelessRandom, StepGraphs
 from torch_fsdp.tensor_parallel import Part, TensorGroup, Tokens, compute_part
 from torch_fsdp.torch_backend import TorchBackend
 from tpu_attention.choice import choose_mask
-from training.backend import InitializeModule, StepInputs, micro_batch_seed
+from training.backend import InitializeModule, StepInputs, evaluation_seed, micro_batch_seed
 from training.checkpoints.state import Chunk, ShardedTensor
 
 _c10d = torch.ops._c10d_functional
@@ -571,12 +571,12 @@ class SimpleFsdpBackend(TorchBackend):
         first, count = inputs.first_micro_batch, len(inputs.micro_batches)
         rates = {name: x for name, x in vars(inputs.rates).items() if isinstance(x, (int, float))}
         seeds = [
-            micro_batch_seed(self._run.config.seed, index, self.batch_shard) % 2**31
+            micro_batch_seed(self._run.config.seed, index, self.batch_shard)
             for index in range(first, first + count)
         ]
         tensors = {
             "rates": self.constant(torch.tensor([*rates.values()])),
-            "seeds": self.constant(torch.tensor(seeds, dtype=torch.int32)),
+            "seeds": self._of_graph(seeds),
             "micro_batches": inputs.micro_batches,
             "rope_factors": inputs.rope_factors,
             "counts": (self._skipped, self.epoch_loss),
@@ -600,13 +600,25 @@ class SimpleFsdpBackend(TorchBackend):
         self._skipped, self.epoch_loss = counts
         return values
 
-    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any, batch_index: int) -> Any:
         if self._evaluations is None:
-            return compute(inputs)
+            return super().run_evaluation(compute, inputs, batch_index)
         if compute is not self._evaluated():  # it may use other tensors
             self._evaluations.forget()
             self._evaluated = weakref.ref(compute)
-        return self._evaluations.run(compute, inputs)
+        seed = evaluation_seed(self._run.config.seed, batch_index, self.batch_shard)
+
+        def evaluation(tensors: Any) -> Any:
+            assert StatelessRandom.of_trace is not None
+            StatelessRandom.of_trace.begin(tensors["seeds"].squeeze())
+            return compute(tensors["inputs"])
+
+        tensors = {"seeds": self._of_graph([seed]), "inputs": inputs}
+        return self._evaluations.run(evaluation, tensors)
+
+    def _of_graph(self, seeds: Sequence[int]) -> torch.Tensor:
+        """Return seeds as ``StatelessRandom`` takes them, on the device."""
+        return self.constant(torch.tensor([seed % 2**31 for seed in seeds], dtype=torch.int32))
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         if StatelessRandom.of_trace:

@@ -248,7 +248,10 @@ class StatelessRandom(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):  # a loop, whose body was traced before
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and _rate(func, args, kwargs or {}):
-            raise NotImplementedError(f"a compiled step cannot draw the random numbers of {func}")
+            raise NotImplementedError(
+                f"a compiled step or evaluation cannot draw the random numbers of {func}: draw "
+                "them by torch.rand, randn or randint, or train with --fsdp fsdp2"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -284,10 +287,33 @@ def _randn(random: StatelessRandom, size: Sequence[int], **how: Any) -> torch.Te
     return normal.to(how.get("dtype") or torch.get_default_dtype())
 
 
+def _rand_like(random: StatelessRandom, x: torch.Tensor, **how: Any) -> torch.Tensor:
+    return _rand(random, x.shape, dtype=how.get("dtype") or x.dtype)
+
+
+def _randn_like(random: StatelessRandom, x: torch.Tensor, **how: Any) -> torch.Tensor:
+    return _randn(random, x.shape, dtype=how.get("dtype") or x.dtype)
+
+
+def _randint_low(
+    random: StatelessRandom, low: int, high: int, size: Sequence[int], **how: Any
+) -> torch.Tensor:
+    drawn = (random.uniform(size) * (high - low)).long().clamp(max=high - low - 1) + low
+    return drawn.to(how.get("dtype") or torch.int64)
+
+
+def _randint(random: StatelessRandom, high: int, size: Sequence[int], **how: Any) -> torch.Tensor:
+    return _randint_low(random, 0, high, size, **how)
+
+
 _DRAWS: dict[Any, Callable[..., Any]] = {
     _aten.bernoulli_.float: _bernoulli_,
     _aten.bernoulli_.Tensor: _bernoulli_,
     _aten.native_dropout.default: _native_dropout,
     _aten.rand.default: _rand,
+    _aten.rand_like.default: _rand_like,
     _aten.randn.default: _randn,
+    _aten.randn_like.default: _randn_like,
+    _aten.randint.default: _randint,
+    _aten.randint.low: _randint_low,
 }

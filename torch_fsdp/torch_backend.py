@@ -30,6 +30,7 @@ from training.backend import (
     Profiler,
     State,
     StepInputs,
+    evaluation_seed,
     micro_batch_seed,
     scan_eagerly,
 )
@@ -236,14 +237,17 @@ class TorchBackend(abc.ABC):
     ) -> dict[str, torch.Tensor]:
         return compute(inputs)
 
-    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any, batch_index: int) -> Any:
+        self._seed(evaluation_seed(self._run.config.seed, batch_index, self.batch_shard))
         return compute(inputs)
 
     def begin_epoch(self) -> None:
         self.epoch_loss = torch.zeros(2).to(self._device.where)
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:
-        seed = micro_batch_seed(self._run.config.seed, micro_batch_index, self.batch_shard)
+        self._seed(micro_batch_seed(self._run.config.seed, micro_batch_index, self.batch_shard))
+
+    def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         self._device.seed(seed)
 

@@ -38,6 +38,12 @@ def micro_batch_seed(seed: int, micro_batch_index: int, stream: int) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
+def evaluation_seed(seed: int, batch_index: int, stream: int) -> int:
+    """Return the seed of the random numbers of one batch of an evaluation: the same in each
+    evaluation, and none of training."""
+    return micro_batch_seed(seed, -1 - batch_index, stream)
+
+
 def scan_eagerly(body: ScanBody, state: Tensors, shared: Tensors, stacked: Tensors) -> Tensors:
     """``Backend.scan`` as a loop in Python."""
     for slices in zip(*stacked.values(), strict=True):
@@ -215,12 +221,14 @@ class Backend(Protocol):
 
     # An evaluation.
 
-    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any, batch_index: int) -> Any:
         """Return ``compute(inputs)``, trees of tensors: what a model in evaluation mode makes of a
-        batch.
+        batch. Random numbers inside follow from ``--seed`` and ``batch_index``, the number of
+        batches before it in this evaluation.
 
         A backend may record it once for each ``compute`` and shape of the inputs and run what it
-        has recorded: nothing but the inputs and the weights may differ between calls.
+        has recorded: nothing but the inputs, the weights and random numbers may differ between
+        calls.
         """
 
     def ema_weights(self) -> AbstractContextManager[None]:

@@ -71,10 +71,11 @@ class NestedBackend(XlaBackend):
         return dict(zip(batch, tensors, strict=True))
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.batch_shards)
+        return self.sum(value) / self.batch_shards
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        return xm.all_reduce(xm.REDUCE_SUM, value)
+        # As in the units: XLA refuses programs in which only some sums have pinned layouts.
+        return xm.all_reduce(xm.REDUCE_SUM, value, pin_layout=False)
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return xm.all_gather(values.detach(), dim=0, pin_layout=False)
@@ -83,7 +84,7 @@ class NestedBackend(XlaBackend):
         if self._fsdp:
             assert isinstance(self._model, XlaFullyShardedDataParallel)
             return self._model.clip_grad_norm_(max_norm)
-        xm.reduce_gradients(self._optimizer)
+        xm.reduce_gradients(self._optimizer, pin_layout=False)
         return super()._clip_grad_norm(max_norm)
 
     def _reshard(self) -> None:

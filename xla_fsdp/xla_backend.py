@@ -33,6 +33,7 @@ from training.backend import (
     Profiler,
     State,
     StepInputs,
+    evaluation_seed,
     micro_batch_seed,
     scan_eagerly,
 )
@@ -243,7 +244,8 @@ class XlaBackend(Backend):
     ) -> dict[str, torch.Tensor]:
         return compute(inputs)  # every step is recorded anew
 
-    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any) -> Any:
+    def run_evaluation(self, compute: Callable[[Any], Any], inputs: Any, batch_index: int) -> Any:
+        xm.set_rng_state(evaluation_seed(self._run.config.seed, batch_index, self._rng_stream))
         return compute(inputs)
 
     def begin_micro_batch(self, micro_batch_index: int) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from config_fields import flag, positive, positive_number
 from data.batch import Field
@@ -20,7 +21,7 @@ from models.with_head import with_head
 from training.data import input_of
 from training.feature import Feature
 from training.loop import Hook
-from training.objectives.base import Objective
+from training.objectives.base import MeanLoss, Objective
 
 IMAGES = {"train": 256, "val": 64}
 
@@ -102,11 +103,10 @@ class Angle(Feature):
 
 
 class AngleObjective(Objective):
-    """The squared error."""
-
-    measured = False
+    """The squared error; in evaluations, with noise on the images."""
 
     def __init__(self, run, backend, say):
+        self._backend = backend
         self._input = input_of(run, backend.constant)
         self._weight = run.config.of(AngleConfig).angle_weight
         say(f"objective: angle, weight {self._weight:g}")
@@ -114,6 +114,15 @@ class AngleObjective(Objective):
     def loss(self, model, batch, micro_batch_index):
         _, angles = model(self._input(batch))
         return self._weight * (angles.float() - batch["angle"]).square().mean()
+
+    def measure(self, images=0):
+        return MeanLoss(self._errors_with_noise, self._backend)
+
+    def _errors_with_noise(self, model, batch):
+        images = self._input(batch)
+        _, angles = model(images + 0.1 * torch.randn_like(images))
+        errors = (angles.float() - batch["angle"]).square().mean(1)
+        return {"loss": errors, "drawn": F.dropout(torch.rand_like(errors), 0.5)}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from tests.support.marks import long
 from tests.support.usage_error import told_in_one_line
 
 EXTENSION = ["--extension", str(ROOT / "tests" / "stranger" / "gratings.py")]
+NEEDS_XLA = pytest.mark.skipif(not HAS_XLA, reason="no torch_xla")
 FLAGS = [*EXTENSION, *"--data_source gratings --objective angle --num_workers 1".split()]
 
 
@@ -32,11 +33,39 @@ def test_it_trains(whole):
     assert "angles after step 3" not in whole.stdout
 
 
-@pytest.mark.skipif(not HAS_XLA, reason="no torch_xla")
+@NEEDS_XLA
 @pytest.mark.parametrize("devices", [long(1), 4])
 def test_xla_has_the_same_losses(devices, whole, tmp_path):
     result = train_tiny(tmp_path, *FLAGS, devices=devices)
     assert result.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+
+
+GRAPH = ["--fsdp", "simple", "--compile"]
+
+
+@pytest.mark.parametrize(
+    ("train", "flags", "how"),
+    [
+        (train_tiny_gpu, GRAPH, {"processes": 2}),
+        long(train_tiny_gpu, [*GRAPH, "--no_grad_ckpt"], {}),
+        long(train_tiny_gpu, ["--fsdp", "simple"], {}),
+        (train_tiny_gpu, [], {}),
+        pytest.param(train_tiny, [], {"devices": 2}, marks=NEEDS_XLA),
+        pytest.param(train_tiny, ["--xla_fsdp", "nested"], {}, marks=[NEEDS_XLA, pytest.mark.long]),
+    ],
+)
+def test_random_numbers_in_evaluations(train, flags, how, tmp_path):
+    """They follow from the seed and the batch, not from the step or from a stop."""
+    flags = [*FLAGS, *flags, "--test_step_interval", "2"]
+    train(tmp_path / "run", *flags, "--max_steps", "4", "--eval_batches", "1", **how)
+    resumed = train(tmp_path / "run", *flags, **how)
+    whole = train(tmp_path / "whole", *flags, **how)
+    assert resumed.evaluations[-1] == whole.evaluations[-1]
+    drawn = [[each["val_drawn"] for each in run.evaluations] for run in (resumed, whole)]
+    assert drawn[1] == [drawn[1][0]] * 3
+    assert drawn[1][0] == pytest.approx(0.5, abs=0.3)  # half of the numbers, doubled
+    # Of the first batch alone: the others have other numbers.
+    assert drawn[0][0] == drawn[0][1] != drawn[0][2]
 
 
 def test_it_continues_on_another_number_of_processes(whole, tmp_path):
@@ -64,7 +93,7 @@ def test_self_check(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_XLA, reason="no torch_xla")
+@NEEDS_XLA
 def test_compile_only(tmp_path):
     words = [
         *tiny(tmp_path),

@@ -59,8 +59,9 @@ def evaluate(
         measure.add(arrived)
 
     with contextlib.closing(prefetch(source, put, loader.prefetch_depth)) as ready:
-        for batch in ready:
-            values, measure.carried = backend.run_evaluation(compute, (batch, measure.carried))
+        for index, batch in enumerate(ready):
+            inputs = (batch, measure.carried)
+            values, measure.carried = backend.run_evaluation(compute, inputs, index)
             backend.end_step()
             of_images = values.pop(OF_IMAGES, None)
             pending.append(

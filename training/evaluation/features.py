@@ -140,9 +140,9 @@ class Features:
                 self._tokens_before_head() as collected,
                 contextlib.closing(prefetch(source(), put, loader.prefetch_depth)) as ready,
             ):
-                for batch in ready:
+                for index, batch in enumerate(ready):
                     with torch.no_grad():
-                        values = backend.run_evaluation(compute, batch)
+                        values = backend.run_evaluation(compute, batch, index)
                     pending.append(backend.read_images(values))
                     del values
                     if len(pending) > _AHEAD:

@@ -45,6 +45,26 @@ def test_form_on_one_device(flags, tiny_on_xla, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("devices", "flags"),
+    [
+        (4, "--no_reshard_after_forward --grad_accum_steps 2 --model_ema"),
+        long(2, "--xla_fsdp nested --clip_grad_norm 0"),
+        long(4, "--flatten_parameters --precision bf16"),
+        long(4, "--xla_fsdp nested --run_without_fsdp"),
+    ],
+)
+def test_no_sum_of_nested_fsdp_pins_its_layout(devices, flags):
+    """XLA refuses a program in which some do: "a mix of layout constrained and unconstrained"."""
+    words = [*TINY_MODEL, "--model", "vit_10b", "--batch_size", "16", *flags.split()]
+    done = run_program("tests/fakes/traced_graphs.py", str(devices), *words, warm=False)
+    assert done.returncode == 0, done.stderr
+    graphs = json.loads(done.stdout)["hlo"]
+    sums = [line for hlo in graphs for line in hlo.splitlines() if " all-reduce(" in line]
+    assert len(sums) >= 2  # of the loss and of the gradients' norm
+    assert not any("constrain_layout=true" in line for line in sums), sums
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         long("--run_without_fsdp"),

@@ -151,6 +151,21 @@ def test_normal_and_uniform_numbers():
     assert (normal.abs() < 1).float().mean().item() == pytest.approx(0.6827, abs=0.02)
 
 
+def test_numbers_like_a_tensor_and_whole_numbers():
+    x = torch.zeros(50, 80, dtype=torch.bfloat16)
+    with StatelessRandom() as random:
+        random.begin(seed(8))
+        uniform, normal = torch.rand_like(x), torch.randn_like(x)
+        whole = [torch.randint(5, (4000,)), torch.randint(-2, 3, (4000,)) + 2]
+    assert uniform.dtype == normal.dtype == torch.bfloat16
+    assert uniform.shape == normal.shape == x.shape
+    assert uniform.float().mean().item() == pytest.approx(0.5, abs=0.03)
+    assert normal.float().std().item() == pytest.approx(1, rel=0.05)
+    assert not whole[0].equal(whole[1])
+    for drawn in whole:
+        assert (drawn.bincount(minlength=5) / 4000).tolist() == pytest.approx([0.2] * 5, abs=0.03)
+
+
 def test_another_random_operation_is_refused():
     with StatelessRandom(), pytest.raises(NotImplementedError, match="randperm"):
         torch.randperm(3)
