@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.rounding import round_to_bytes
@@ -31,12 +32,19 @@ def multiply_rounded(block: nn.Module) -> None:
 
 
 def _forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    y = RoundedProduct.apply(x, linear.weight, linear.numbers, linear.factors)
+    y = product(linear, x)
     return y if linear.bias is None else y + linear.bias
 
 
+def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what a linear layer computes of ``x`` before it adds its bias."""
+    if not hasattr(linear, "numbers"):
+        return F.linear(x, linear.weight)
+    return RoundedProduct.apply(x, linear.weight, linear.numbers, linear.factors)
+
+
 class RoundedProduct(torch.autograd.Function):
-    """The product of x (..., in) and a weight (out, in), forward by its numbers and factors."""
+    """The product of x (..., in) and a weight (out, in), by the weight's numbers and factors."""
 
     @staticmethod
     def forward(
@@ -46,15 +54,19 @@ class RoundedProduct(torch.autograd.Function):
         numbers: torch.Tensor,
         factors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, numbers, factors)
         x_numbers, x_factors = round_to_bytes(x, numbers.dtype, (-1,))
         sums = multiply_bytes(x_numbers, numbers)
         return (sums.float() * x_factors * factors.flatten()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2), None, None
+        x, numbers, factors = ctx.saved_tensors
+        # With the weight's factors in the gradient, its numbers are converted within the product:
+        # a weight that is put together first would be written to memory and read again.
+        scaled = (grad * factors.flatten()).to(x.dtype)
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return scaled @ numbers.to(x.dtype), grad_weight, None, None
 
 
 @torch.library.custom_op("vit::multiply_bytes", mutates_args=())

@@ -307,7 +307,6 @@ def _check_simple(
     not_together = {
         f"--mesh_domain {sharding.mesh_domain}": sharding.mesh_domain > 1,
         f"--zero_dp_strategy {zero}": zero == 0,
-        f"--matmul {sharding.matmul}": sharding.matmul != "precision",
         # Its exchange expects a process's part of a matrix to be whole rows that are adjacent.
         "--optimizer muon": config.optimizer.optimizer == "muon",
     }

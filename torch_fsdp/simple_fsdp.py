@@ -124,7 +124,9 @@ class Layout:
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather a parameter, or factors of it, in the dtype of the shard."""
-        values = shard.view(torch.int8) if shard.itemsize == 1 else shard  # gloo has no fp8
+        values = shard
+        if shard.itemsize == 1 and shard.device.type == "cpu":
+            values = shard.view(torch.int8)  # gloo has no fp8; on a TPU this would be a copy of all
         gathered = _c10d.all_gather_into_tensor(values.unsqueeze(0), self.shards, self.group)
         whole = _c10d.wait_tensor(gathered).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         return whole.narrow(self.dim, 0, self.shape[self.dim]).view(shard.dtype)

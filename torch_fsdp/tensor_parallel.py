@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from models.blocks import Qkv, logical_axes, packed_parts, queries_keys_values, use_attend
 from torch_fsdp.devices import Device
 from torch_fsdp.parallel_plan import OUTER, SHARD, TorchRun
+from torch_fsdp.products import product
 from training.checkpoints.state import Chunk
 from training.mesh import tensor_dims
 
@@ -268,7 +269,7 @@ def compute_part(block: nn.Module, group: TensorGroup, tokens: Tokens, attention
 
 
 def _by_rows(layer: nn.Linear, tokens: Tokens, x: Tensor) -> Tensor:
-    y = tokens.scatter(F.linear(x, layer.weight))
+    y = tokens.scatter(product(layer, x))
     return y if layer.bias is None else y + layer.bias
 
 

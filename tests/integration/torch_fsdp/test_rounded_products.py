@@ -40,6 +40,8 @@ FORMS = [
     long("--matmul fp8", 2, [*TRACED, "--no_grad_ckpt"]),
     long("--matmul int8", 2, [*TRACED, "--zero_dp_strategy", "2", "--grad_ckpt", "selective"]),
     long("--matmul fp8", 2, [*TRACED, "--run_without_fsdp"]),
+    long("--matmul int8", 4, [*TRACED, "--mesh_tensor", "2"]),  # parts of rows are rounded
+    long("--matmul fp8", 2, [*TRACED, "--mesh_tensor", "2"]),
     long("--gather_dtype fp8", 4, [*TRACED, "--dp_outer", "2", "--reduce_dtype", "bf16"]),
     long("--gather_dtype fp8", 2, [*TRACED, "--zero_dp_strategy", "2"]),
 ]
