@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.blocks import drop_path_rates
 from models.initialize import cast_buffers
+from models.patches import embed_by_product
 from models.positions import PartOfPositions
 from models.rounding import from_bytes, round_to_bytes
 from models.spec import Units
@@ -482,6 +483,7 @@ class SimpleFsdpBackend(TorchBackend):
 
         # Around the blocks: embedding, norm, head. They stay gathered for the backward pass.
         initialize(model, "")
+        embed_by_product(model)
         positions: Mapping[str, PartOfPositions] = {}
         if self._domain:
             first = torch.tensor([self._domain.first]).to(self._device.where)

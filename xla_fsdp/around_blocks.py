@@ -1,6 +1,5 @@
 """Changes what modules compute, from outside: bf16, graph breaks, modules around the blocks."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -70,39 +69,6 @@ def break_graph_every(n: int, blocks: list[nn.Module], break_graph: Callable[[],
 
 
 # -- embedding and other parts around the blocks, with sharded images and parameters -----
-
-
-def convolve_by_product(model: nn.Module, mark: Mark) -> None:
-    """Compute convolutions of ``model`` that use each pixel once, in patches, as matrix products.
-
-    libtpu 0.0.21 compiles the weight's gradient of such a convolution over large images for many
-    minutes (docs/evidence/findings.md). And where rows are sharded, the partitioner gathers whole
-    images for it. ``mark`` marks (images, rows, ...).
-    """
-
-    def convolve(part: nn.Conv2d | nn.Conv3d, images: torch.Tensor) -> torch.Tensor:
-        """Return (batch, width, *grid) for (batch, channels, *size), as the convolution does."""
-        sizes, grid, x = part.kernel_size, list[int](), images
-        for dimension, size in reversed(list(enumerate(sizes, 2))):
-            grid.insert(0, images.shape[dimension] // size)
-            x = x.narrow(dimension, 0, grid[0] * size).unflatten(dimension, (grid[0], size))
-        # (batch, channels, rows, in a patch, columns, in a patch) to (batch, *grid, in a patch)
-        count = len(sizes)
-        places = range(2, 2 + 2 * count, 2)
-        x = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(1 + count)
-        x = mark_both(x, mark)
-        tokens = torch.einsum("bnp,ep->bne", x.flatten(1, count), part.weight.flatten(1))
-        if part.bias is not None:
-            tokens = tokens + part.bias.to(tokens.dtype)
-        return tokens.transpose(1, 2).unflatten(2, grid)
-
-    for part in model.modules():
-        if type(part) not in (nn.Conv2d, nn.Conv3d):  # timm's kinds change the weight before
-            continue
-        assert isinstance(part, nn.Conv2d | nn.Conv3d)
-        plain = part.groups == 1 and not any(map(int, part.padding)) and set(part.dilation) == {1}
-        if plain and part.stride == part.kernel_size and max(part.kernel_size) > 1:
-            part.forward = functools.partial(convolve, part)  # type: ignore[method-assign]
 
 
 def drop_patches_of_whole_images(model: nn.Module, mark_images: Mark) -> None:

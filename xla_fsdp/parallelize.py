@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
 from models.initialize import fill_buffers
+from models.patches import embed_by_product
 from models.positions import Constant
 from models.spec import Units
 from tpu_attention.choice import choose_mask
@@ -78,7 +79,8 @@ def parallelize_spmd(
     initialize(model, units[-1][0])
     fill_buffers(model, layout.constant)
     layout.place(model)
-    around_blocks.convolve_by_product(model, layout.mark_rows)
+    # Where rows are sharded, the partitioner would gather whole images for a convolution.
+    embed_by_product(model, functools.partial(mark_both, mark=layout.mark_rows))
     around_blocks.find_largest_by_place(model)
     if _must_unfold_norms(run):
         normalize_unfolded(model)
@@ -229,7 +231,7 @@ def parallelize_nested(
     # Around the blocks: embedding, norm, head.
     initialize(model, units[-1][0])
     fill_buffers(model, constant)
-    around_blocks.convolve_by_product(model, torch.Tensor.contiguous)
+    embed_by_product(model, functools.partial(mark_both, mark=torch.Tensor.contiguous))
     around_blocks.find_largest_by_place(model)
     root = _nested_unit(model, run, device)
     if plan.bf16:

@@ -147,6 +147,7 @@ def plain_losses(run, alone, sides, processes=1, devices=1, teacher=None):
         (train_tiny, [*SCHEDULE, *CUT], {"devices": 2}),
         long(train_tiny, [*SCHEDULE, "--xla_fsdp", "nested"], {}),
         long(train_tiny_gpu, [*SCHEDULE, *CUT, "--compile"], {}),
+        long(train_tiny_gpu, [*SCHEDULE, *CUT, "--fsdp", "simple", "--compile"], {"processes": 2}),
         long(train_tiny_megatron, [*SCHEDULE, *CUT, "--model_ema"], {"processes": 2}),
         long(train_tiny, "--image_size_schedule 8 12 16 --no-scan_blocks".split(), {}),
     ],

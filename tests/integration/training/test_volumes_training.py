@@ -53,13 +53,18 @@ def test_fake_volumes(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "how"), [long(train_tiny, {"devices": 2}), (train_tiny_gpu, {"processes": 2})]
+    ("train", "form", "how"),
+    [
+        long(train_tiny, (), {"devices": 2}),
+        (train_tiny_gpu, (), {"processes": 2}),
+        long(train_tiny_gpu, ("--fsdp", "simple", "--compile"), {"processes": 2}),
+    ],
 )
-def test_the_same_training_on_parts_of_volumes(train, how, volumes, tmp_path):
+def test_the_same_training_on_parts_of_volumes(train, form, how, volumes, tmp_path):
     """In one process, and on two devices or processes that have other slices each."""
     one = train_tiny_gpu(tmp_path / "one", *flags(volumes))
     ring = flags(volumes, "--mesh_domain", "2", "--domain_attention", "ring")
-    two = train(tmp_path / "two", *ring, **how)
+    two = train(tmp_path / "two", *ring, *form, **how)
     assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
     (found,), (expected,) = two.evaluations, one.evaluations
