@@ -8,9 +8,8 @@ LARGEST: dict[torch.dtype, float] = {
     torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max,
 }
 """The number that the largest magnitude becomes: int8 has as many steps on either side."""
-LEAST = 1e-30
-"""The largest magnitude that a row of zeros is given; a factor that is not normal would be 0 on a
-TPU."""
+LEAST_FACTOR = 1e-30
+"""The factor of a row of zeros; one that is not normal would be 0 on a TPU."""
 
 
 def round_to_bytes(
@@ -19,10 +18,9 @@ def round_to_bytes(
     """Return ``x`` in a dtype of ``LARGEST``, rounded to the nearest, halves to even, and the fp32
     factors that give it back, one for all that is ``along`` these dimensions, which keep size 1."""
     x = x.float()
-    magnitudes = x.abs().amax(along, keepdim=True).clamp(min=LEAST)
-    scaled = x * (LARGEST[dtype] / magnitudes)  # a division for each row, not for each number
-    numbers = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
-    return numbers, magnitudes / LARGEST[dtype]
+    factors = (x.abs().amax(along, keepdim=True) / LARGEST[dtype]).clamp(min=LEAST_FACTOR)
+    scaled = x / factors
+    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), factors
 
 
 def from_bytes(numbers: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -44,7 +44,8 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class RoundedProduct(torch.autograd.Function):
-    """The product of x (..., in) and a weight (out, in), by the weight's numbers and factors."""
+    """The product of x (..., in) and a weight (out, in), by the weight's numbers and factors. The
+    weight itself gets the gradient; a graph does not compute its values, which nothing uses."""
 
     @staticmethod
     def forward(

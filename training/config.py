@@ -490,8 +490,8 @@ class ShardingConfig:
         "dtype of the forward matrix products of the blocks' linear layers on TPUs, for which "
         "weights are gathered in it; precision: same as --precision; int8: one scale per row of "
         "weights and activations, twice the matrix throughput of bf16 on v5e and v6e; fp8: the "
-        "same in e4m3 on TPU7x (TorchTPU; steps are expected to take longer); with TorchTPU: "
-        "requires --fsdp simple (int8 and fp8 are experimental: not yet run on a TPU)",
+        "same in e4m3 on TPU7x (TorchTPU); gradients are not rounded; with TorchTPU: requires "
+        "--fsdp simple (int8 and fp8 are experimental: not yet run on a TPU)",
         requires=("precision=bf16", "xla_fsdp=spmd|fsdp=simple"),
     )
     gather_dtype: Literal["auto", "fp8"] = flag(

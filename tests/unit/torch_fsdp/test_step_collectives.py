@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.cli import TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_gpus
 from torch_fsdp.devices import Cpu
-from torch_fsdp.simple_fsdp import SimpleFsdpBackend
+from torch_fsdp.simple_fsdp import Layout, SimpleFsdpBackend
 from torch_fsdp.step_graph import code_of
 from training.objectives.registry import open_objective
 from training.schedule import StepRates
@@ -274,3 +275,18 @@ def test_bytes_of_gathered_matrices(flags):
         expected += size * (2 if recomputed else 1)
     assert found["all_gather_into_tensor"] == expected
     assert found["reduce_scatter_tensor"] == sum(map(padded, shapes.values()))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.int8), ("meta", torch.float8_e4m3fn)])
+def test_fp8_is_gathered_as_int8_on_the_cpu_alone(device, dtype):
+    """On a TPU, a view of all bytes in another dtype would be a pass over them."""
+    with fake_processes(PROCESSES):
+        everyone = dist.distributed_c10d._get_default_group()
+        layout = Layout.of(torch.Size((12, 4)), everyone, torch.bfloat16, torch.float32, PROCESSES)
+        shard = torch.empty(4, 4, dtype=torch.float8_e4m3fn, device=device)
+        graph = make_fx(lambda x: layout.gather(x), tracing_mode="fake")(shard).graph
+    (gather,) = (node for node in graph.nodes if "all_gather" in str(node.target))
+    assert gather.meta["val"].dtype == dtype
+    *_, whole, _ = graph.nodes
+    assert whole.meta["val"].dtype == torch.float8_e4m3fn
+    assert whole.meta["val"].shape == (12, 4)
