@@ -453,9 +453,7 @@ def _some_heads(tensors: Sequence[Tensor], prefix: int, group: DomainGroup) -> l
     """
     batch, _, tokens, _ = tensors[0].shape
     # (processes, batch, tokens, heads x width), side by side
-    columns = [
-        x.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in tensors
-    ]
+    columns = [x.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in tensors]
     widths = [x.shape[-1] for x in columns]
     counts = [count if tokens > prefix else 0 for count in group.patches]
     shapes = [(batch, prefix + count, sum(widths)) for count in counts]
