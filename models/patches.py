@@ -12,8 +12,8 @@ def embed_by_product(
 ) -> None:
     """Compute convolutions of ``model`` that use each pixel once, in patches, as matrix products.
 
-    TPU compilers lay out large images anew for the weight's gradient of such a convolution, or need
-    many minutes for it. ``mark`` is applied to the patches of an image, (images, rows, ...).
+    TPU compilers lay out a few images anew for the weight's gradient of such a convolution, or need
+    many minutes for it. ``mark`` is applied to the patches of images, (images, rows, ...).
     """
 
     def embed(part: nn.Conv2d | nn.Conv3d, images: torch.Tensor) -> torch.Tensor:

@@ -201,12 +201,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(
-    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+    parts: Tensor | Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Send one of ``parts`` to each process of ``group``; return what each sends, of ``shapes``."""
-    if len({tuple(shape) for shape in (*shapes, *(part.shape for part in parts))}) == 1:
+    """Send one of ``parts``, which may be one tensor, to each process of ``group``; return what
+    each sends, of ``shapes``."""
+    given = [parts.shape[1:]] if isinstance(parts, Tensor) else [part.shape for part in parts]
+    if len({tuple(shape) for shape in (*shapes, *given)}) == 1:
         ones = [1] * len(parts)  # as they are: a TPU would lay them out anew to flatten them
-        return list(_AllToAll.apply(torch.stack(list(parts)), ones, ones, group).unbind())
+        stacked = parts if isinstance(parts, Tensor) else torch.stack(list(parts))
+        return list(_AllToAll.apply(stacked, ones, ones, group).unbind())
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = _AllToAll.apply(sent, [part.numel() for part in parts], sizes, group)
@@ -449,12 +452,12 @@ def _some_heads(tensors: Sequence[Tensor], prefix: int, group: DomainGroup) -> l
     Those are taken from the first process: then the graph does not depend on which process it is.
     """
     batch, _, tokens, _ = tensors[0].shape
-    # (batch, tokens, processes, heads x width), side by side
-    columns = [x.transpose(1, 2).unflatten(2, (group.size, -1)).flatten(3) for x in tensors]
+    # (processes, batch, tokens, heads x width), side by side
+    columns = [x.unflatten(1, (group.size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for x in tensors]
     widths = [x.shape[-1] for x in columns]
     counts = [count if tokens > prefix else 0 for count in group.patches]
     shapes = [(batch, prefix + count, sum(widths)) for count in counts]
-    received = all_to_all(torch.cat(columns, dim=-1).unbind(2), shapes, group.group)
+    received = all_to_all(torch.cat(columns, dim=-1), shapes, group.group)
     whole = torch.cat([received[0], *(part[:, prefix:] for part in received[1:])], dim=1)
     return [
         part.unflatten(2, (x.shape[1] // group.size, -1)).transpose(1, 2)

@@ -118,6 +118,9 @@ class FsdpCost:
     shards that are no whole number of tiles, gradients are reduced by all-reduces there."""
     copies_operands: bool = True
     """Whether kernels of attention have copies of their operands."""
+    exchanges_heads: bool = False
+    """Whether devices that share an image exchange tokens for heads (Ulysses attention), if they
+    divide the heads and ``--domain_attention`` is not "ring"; else keys go round."""
 
 
 SPMD = FsdpCost()
@@ -130,6 +133,7 @@ SIMPLE_FSDP = FsdpCost(
     hides=0.7,
     waits_on=("v6e",),
     copies_operands=False,
+    exchanges_heads=True,
 )
 """By libtpu 0.0.52."""
 
@@ -264,9 +268,8 @@ def estimate(
     else:
         traffic_s = _EXPOSED_BEYOND * moving_s
 
-    # Collectives. Devices along "tensor" are neighbours, with a link for each doubling of their
-    # number, but for those of one chip; weights and keys are gathered over the other devices by the
-    # links that are left, which the devices of a chip share.
+    # Collectives. Devices along "tensor" are neighbours; weights and keys are gathered over the
+    # other devices by the links that are left, which the devices of a chip share.
     received = (over - 1) / over
     waits = chip.kind in fsdp.waits_on
     stays = fsdp.keeps_gathered and shape.learns and config.sharding.grad_ckpt == "none"
@@ -280,17 +283,25 @@ def estimate(
         matrices = [sides for sides in shape.block_shapes if len(sides) > 1]
         if waits and any(math.ceil(sides[0] / over) % SUBLANES for sides in matrices):
             reduced *= 2
-    rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
+    rotated_keys = exchanged = 0.0
+    takes_heads = fsdp.exchanges_heads and config.sharding.domain_attention != "ring"
+    if takes_heads and shape.heads % mesh.domain == 0:
+        exchanges = ahead + (2 if shape.learns else 1) + policy.recomputed
+        exchanged = exchanges * 4 * layer_bytes * (mesh.domain - 1) / mesh.domain
+    else:
+        rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
-    tensor_links = min(math.log2(tensor / on_a_chip), chip.links - 1)
+    tensor_links = _links_between(tensor, chip)
     gathering_links = (chip.links - tensor_links) / on_a_chip
     gathering_s = (gathered + reduced + rotated_keys) / gathering_links / chip.link_bandwidth
     gathering_s = block_runs * gathering_s
-    tensor_s = 0.0  # of activations over "tensor", which nothing hides
-    if tensor > 1:
-        joined = (rounds + policy.recomputed) * 2 * layer_bytes * (tensor - 1) / tensor
-        tensor_bandwidth = tensor_links * chip.link_bandwidth or chip.between_devices
-        tensor_s = block_runs * (joined / tensor_bandwidth)
+    joined = (rounds + policy.recomputed) * 2 * layer_bytes * (tensor - 1) / tensor
+    # Of activations, which nothing hides.
+    tokens_s = 0.0
+    for moved_tokens, neighbours in ((joined, tensor), (exchanged, mesh.domain)):
+        if moved_tokens:
+            bandwidth = _links_between(neighbours, chip) * chip.link_bandwidth
+            tokens_s += block_runs * moved_tokens / (bandwidth or chip.between_devices)
     longer_s = max(0.0, gathering_s - fsdp.hides * (products_s + traffic_s))
     waiting_s = gathering_s if waits else fsdp.waited_for * gathering_s + longer_s
     between_slices = 0.0
@@ -328,10 +339,16 @@ def estimate(
         output_bytes=images * shape.outputs * (value_bytes if shape.learns else _FP32),
         products_s=products_s,
         traffic_s=traffic_s,
-        waiting_s=waiting_s + tensor_s,
+        waiting_s=waiting_s + tokens_s,
         dcn_s=max(0.0, between_slices / chip.dcn_bandwidth - products_s - traffic_s),
         saving_s=block_runs * saving_s,
     )
+
+
+def _links_between(neighbours: int, chip: Chip) -> float:
+    """Return the links over which so many neighbours exchange activations: one for each doubling of
+    their number, but for those of one chip."""
+    return min(math.log2(neighbours / min(neighbours, chip.devices)), chip.links - 1)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The collectives of a traced step, against arithmetic: kinds, groups and elements of each."""
+"""A traced step: its collectives against arithmetic, kinds, groups and elements of each; how
+patches are embedded."""
 
 import contextlib
 from collections import Counter
@@ -121,6 +122,15 @@ def test_collectives_of_a_step(flags, passes, recomputes, is_loop):
         ("reduce_scatter_tensor", everyone): passes * sum(map(padded, shapes.values())),
         ("all_reduce", everyone): 2,
     }
+
+
+@pytest.mark.parametrize(("images", "passes"), [(126, 2), (64, 1)])
+def test_few_images_are_embedded_by_a_product(images, passes):
+    with fake_processes(PROCESSES):
+        flags = f"--batch_size {PROCESSES * images} --grad_accum_steps {passes}"
+        graph, _ = traced(*flags.split())
+    convolutions = [node for node, _ in nodes_that_run(graph) if "convolution" in str(node.target)]
+    assert bool(convolutions) == (images // passes >= 64)
 
 
 def test_muon_exchanges_slots_of_equal_size():
