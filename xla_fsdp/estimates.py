@@ -114,8 +114,9 @@ class FsdpCost:
     hides: float = 1.0
     """Share of the other seconds that can hide these."""
     waits_on: tuple[str, ...] = ()
-    """Kinds of chips on which nothing hides them: their collectives are not asynchronous. With
-    shards that are no whole number of tiles, gradients are reduced by all-reduces there."""
+    """Kinds of chips on which nothing hides them: their collectives are not asynchronous. Over 16
+    chips or more, and with shards that are no whole number of tiles, gradients are reduced by
+    all-reduces there."""
     copies_operands: bool = True
     """Whether kernels of attention have copies of their operands."""
 
@@ -278,7 +279,8 @@ def estimate(
             gathered += weights * value_bytes * received
         reduced = weights * fsdp.reduce_bytes * received
         matrices = [sides for sides in shape.block_shapes if len(sides) > 1]
-        if waits and any(math.ceil(sides[0] / over) % SUBLANES for sides in matrices):
+        in_tiles = all(math.ceil(sides[0] / over) % SUBLANES == 0 for sides in matrices)
+        if waits and (over >= 16 or not in_tiles):
             reduced *= 2
     rotated_keys = (rounds + policy.recomputed) * 2 * layer_bytes * (mesh.domain - 1)
     on_a_chip = min(tensor, chip.devices)
