@@ -309,7 +309,7 @@ def estimate(
 
     # Memory: state, gradients of all passes and of one, what is saved of all blocks, one block at
     # work, what is returned.
-    gradient_bytes = (2 if accumulates else 1) * _FP32 if shape.learns else 0
+    gradient_bytes = (_FP32 if accumulates else 0) + fsdp.reduce_bytes if shape.learns else 0
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
     inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes

@@ -274,3 +274,26 @@ def test_bytes_of_gathered_matrices(flags):
         expected += size * (2 if recomputed else 1)
     assert found["all_gather_into_tensor"] == expected
     assert found["reduce_scatter_tensor"] == sum(map(padded, shapes.values()))
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_what_loops_take_and_give(reduce_dtype):
+    """Norms and biases of a block are one row; gradients are as they are reduced."""
+    with fake_processes(PROCESSES):
+        graph, shapes = traced("--precision", "bf16", "--reduce_dtype", reduce_dtype)
+    forward, backward = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.scan
+    )
+    block = [shape for name, shape in shapes.items() if name.startswith("blocks.0.")]
+    matrices = [shape for shape in block if len(shape) > 1]
+    together = sum(shape.numel() for shape in block if len(shape) == 1)
+    for loop in (forward, backward):
+        taken = [node.meta["val"].shape for node in loop.args[2]]
+        assert taken.count((BLOCKS, together)) == 1
+        assert len(taken) == 1 + 1 + len(matrices) + (loop is backward)  # of each its number
+    (output,) = getattr(graph, backward.args[0].target).graph.find_nodes(op="output")
+    _, *gradients = [node.meta["val"] for node in output.args[0]]
+    row, *of_matrices = gradients
+    assert (row.shape, row.dtype) == ((together,), torch.bfloat16)
+    reduced = {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
+    assert [each.dtype for each in of_matrices] == [reduced] * len(matrices)
