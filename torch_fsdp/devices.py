@@ -133,6 +133,11 @@ class Device:
         """Return ``x`` in the host's memory or back on the device, in a graph."""
         return x
 
+    def to_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return gradients, (shards, rows of a shard, ...), as they are reduced and scattered
+        along the first dimension."""
+        return parts.flatten(0, 1)
+
     def scan(
         self,
         body: torch.fx.GraphModule,
@@ -373,6 +378,17 @@ class Tpu(Device):
 
     def moved_to(self, memory: Literal["pinned_host", "device"], x: torch.Tensor) -> torch.Tensor:
         return torch_tpu_private.moved_to(memory, x)
+
+    def to_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        if "7x" not in self.name:
+            return super().to_scatter(parts)
+        # XLA would make an all-reduce of a reduce-scatter that divides a tile of 8 rows. A
+        # dimension of its own for the shards prevents it; on other chips that does not help.
+        if parts.shape[1] % 8:
+            return parts
+        rows = super().to_scatter(parts)
+        # Else a product may have its result in columns, which are copied before and after.
+        return torch_tpu_private.row_major(rows) if rows.dim() == 2 else rows
 
     def scan(
         self,

@@ -73,6 +73,7 @@ class Layout:
     reduce_dtype: torch.dtype
     processes: int
     """How many of a replica there are, whose gradients are averaged."""
+    device: Device
     part: Part | None = None
     """With tensor parallelism: the part of the parameter that the group's processes shard."""
     rounded: torch.dtype | None = None
@@ -88,13 +89,15 @@ class Layout:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         processes: int,
+        device: Device,
         part: Part | None = None,
     ) -> "Layout":
         if part:
             shape = part.shape
         shards = group.size()
         dim = sharded_dim(shape, shards)
-        return cls(shape, dim, shards, group.group_name, dtype, reduce_dtype, processes, part)
+        name = group.group_name
+        return cls(shape, dim, shards, name, dtype, reduce_dtype, processes, device, part)
 
     def of_several(self, count: int) -> "Layout":
         """Return the layout of so many such parameters stacked along a new dimension 0."""
@@ -166,10 +169,7 @@ class Gather(torch.autograd.Function):
             sizes[layout.dim] = padding
             grad = torch.cat([grad, grad.new_zeros(sizes)], dim=layout.dim)
         grad = grad.unflatten(layout.dim, (layout.shards, layout.chunk)).movedim(layout.dim, 0)
-        # XLA makes an all-reduce of a reduce-scatter that would divide a tile of 8 rows. On tpu7x a
-        # dimension of its own for the shards prevents it; on v6e that is always an all-reduce.
-        if layout.chunk % 8 == 0:
-            grad = grad.flatten(0, 1)
+        grad = layout.device.to_scatter(grad)
         summed = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.group)
         summed = _c10d.wait_tensor(summed).view(ctx.shape)
         return (summed / layout.processes).to(ctx.dtype), None
@@ -357,22 +357,29 @@ class ScannedBlocks(nn.ModuleList):
         first, last = self._units[0], self._units[-1]
         _, pass_ = random.next_pass(first.number)
         numbers = torch.arange(len(self), dtype=torch.int32, device=x.device) + first.number
-        of_each = [numbers, *self._keep, *stacked.values()]
+        of_each: list[Any] = [numbers, *self._keep, *stacked.values()]
         layouts = [layout for *_, layout in last.slots]
-        columns = []
+        matrices: list[Sequence[Any]] = []
+        vectors: list[torch.Tensor] = []
         for shards, layout in zip(
             zip(*(unit._shards() for unit in self._units), strict=True), layouts, strict=True
         ):
             if _is_gathered_once(layout):
-                (whole,) = Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
-                shards = whole.unbind()
-            columns.append(shards)
+                vectors += Gather.apply(torch.stack(shards), layout.of_several(len(shards)))
+            else:
+                # Whose gradients leave the loop in the dtype in which they are reduced.
+                is_same = layout.held == layout.reduce_dtype
+                matrices.append([x.to(layout.held) for x in shards] if is_same else shards)
+        # One row for all of a block, of which a round of the loop takes one slice.
+        joined = [torch.cat(vectors, dim=1).unbind()] if vectors else []
+        sizes = [values.shape[1] for values in vectors]
         rows = [
-            [*(values[index] for values in of_each), *(column[index] for column in columns)]
+            [values[index] for values in [*of_each, *joined, *matrices]]
             for index in range(len(self))
         ]
         # Shards in the dtype in which they are gathered, so that the rounds convert nothing.
-        dtypes = [values.dtype for values in of_each] + [layout.held for layout in layouts]
+        dtypes = [values.dtype for values in [*of_each, *vectors[:1]]]
+        dtypes += [layout.held for layout in layouts if not _is_gathered_once(layout)]
 
         def compute(x: torch.Tensor, row: list[torch.Tensor]) -> torch.Tensor:
             given = iter(row)
@@ -380,10 +387,15 @@ class ScannedBlocks(nn.ModuleList):
             for module in self._drop_paths:
                 module.keep = next(given)
             kwargs = {**shared, **{name: next(given) for name in stacked}}
+            small = iter(next(given).split(sizes) if sizes else [])
             whole = [
                 values
-                for held, layout in zip(given, layouts, strict=True)
-                for values in ([held] if _is_gathered_once(layout) else Gather.apply(held, layout))
+                for layout in layouts
+                for values in (
+                    [next(small)]
+                    if _is_gathered_once(layout)
+                    else Gather.apply(next(given), layout)
+                )
             ]
             try:
                 return last._compute_with(whole, begin, (x,), kwargs)
@@ -546,7 +558,13 @@ class SimpleFsdpBackend(TorchBackend):
                     tensor_part = parts.get(whole)
                     group, processes = self._group_of(tensor_part), self._mesh.size(1)
                     layout = Layout.of(
-                        whole.shape, group, plan.dtype, plan.reduce_dtype, processes, tensor_part
+                        whole.shape,
+                        group,
+                        plan.dtype,
+                        plan.reduce_dtype,
+                        processes,
+                        self._device,
+                        tensor_part,
                     )
                     if number and whole.dim() > 1:
                         multiplied = plan.matmul is not None and type(part) is nn.Linear

@@ -360,6 +360,28 @@ def _(memory: str, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("vit::row_major", mutates_args=())
+def row_major(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` laid out row by row, in a graph. XLA may choose another layout for a tensor
+    inside of a program, and for what is computed from it."""
+    tensor, order = tensor_type(x.shape, x.dtype), [*reversed(range(x.dim()))]
+    layouts = f"[dense<{order}> : tensor<{x.dim()}xindex>]"
+    module = f"""
+        func.func @main(%x: {tensor}) -> {tensor} {{
+          %y = stablehlo.custom_call @LayoutConstraint(%x) {{
+            operand_layouts = {layouts}, result_layouts = {layouts}
+          }} : ({tensor}) -> {tensor}
+          return %y : {tensor}
+        }}
+    """
+    return call_kernel(module, [x], [(x.shape, x.dtype)])[0]
+
+
+@row_major.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 class AbsentRanks(dist.Store):
     """A store by which rank 0 starts process groups "tpu_dist" alone, as if all ranks were there.
 

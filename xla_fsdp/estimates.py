@@ -114,8 +114,9 @@ class FsdpCost:
     hides: float = 1.0
     """Share of the other seconds that can hide these."""
     waits_on: tuple[str, ...] = ()
-    """Kinds of chips on which nothing hides them: their collectives are not asynchronous. With
-    shards that are no whole number of tiles, gradients are reduced by all-reduces there."""
+    """Kinds of chips on which nothing hides them: their collectives are not asynchronous. Over 16
+    chips or more, and with shards that are no whole number of tiles, gradients are reduced by
+    all-reduces there."""
     copies_operands: bool = True
     """Whether kernels of attention have copies of their operands."""
     exchanges_heads: bool = False
@@ -281,7 +282,8 @@ def estimate(
             gathered += weights * value_bytes * received
         reduced = weights * fsdp.reduce_bytes * received
         matrices = [sides for sides in shape.block_shapes if len(sides) > 1]
-        if waits and any(math.ceil(sides[0] / over) % SUBLANES for sides in matrices):
+        in_tiles = all(math.ceil(sides[0] / over) % SUBLANES == 0 for sides in matrices)
+        if waits and (over >= 16 or not in_tiles):
             reduced *= 2
     rotated_keys = exchanged = 0.0
     takes_heads = fsdp.exchanges_heads and config.sharding.domain_attention != "ring"
@@ -318,7 +320,7 @@ def estimate(
 
     # Memory: state, gradients of all passes and of one, what is saved of all blocks, one block at
     # work, what is returned.
-    gradient_bytes = (2 if accumulates else 1) * _FP32 if shape.learns else 0
+    gradient_bytes = (_FP32 if accumulates else 0) + fsdp.reduce_bytes if shape.learns else 0
     inputs = 2 if policy.on_host else shape.depth  # on the host: one on its way, one at work
     inputs = inputs if shape.learns else 1
     saved = inputs * input_bytes + shape.depth * saved_bytes

@@ -2,7 +2,8 @@
 
 libtpu writes its estimate of cycles into the configuration of each fusion. The instructions run one
 after the other as they are scheduled, loops as often as they run. A fusion whose cycles are written
-as unknown takes the bytes that it moves at the bandwidth of HBM. To the cycles are added
+as unknown takes the bytes that it moves at the bandwidth of HBM, and so does a reshape, for which
+none are written: those that are no bitcasts lay an array out anew. To the cycles are added
 
 - Pallas kernels: the longest of their own cycles (``compiler.write_kernel_cycles``), and of FLOPs
   and bytes of their own cost estimate at the chip's peak;
@@ -278,7 +279,7 @@ def _own_time(instruction: Instruction, chip: Chip) -> Expected:
     text = instruction.text
     is_kernel = instruction.opcode == "custom-call" and KERNEL in text
     written = _CYCLES.search(text)
-    cycles = int(written[1]) if written else 0
+    cycles = int(written[1]) if written else _UNKNOWN if instruction.opcode == "reshape" else 0
     if not is_kernel and cycles < _UNKNOWN:
         return Expected(cycles_s=cycles / chip.clock_hz)
     moved = hlo.instruction_bytes(instruction)

@@ -105,6 +105,17 @@ def test_of_unknown_cycles_the_bytes_count():
     assert expect(hlo, LINKS).unknown == 1
 
 
+def test_a_reshape_without_cycles_lays_an_array_out_anew():
+    """Rows of 60 in tiles of 8 for rows of 80: two milliseconds of HBM. A bitcast moves nothing."""
+    rows = int(819e9 * 1e-3 / 4 / 128 / 240)
+    tiled = "{2,1,0:T(8,128)}"
+    given, wanted = f"f32[{4 * rows},60,128]{tiled}", f"f32[{3 * rows},80,128]{tiled}"
+    reshaped, seen = f"%a = {wanted} reshape(%q)", f"%b = {wanted} bitcast(%a)"
+    hlo = module(f"%q = {given} parameter(1)", reshaped, seen)
+    assert milliseconds(hlo) == exactly(2, 0, 0)
+    assert expect(hlo, LINKS).unknown == 1
+
+
 @pytest.mark.parametrize(
     ("flops", "size", "ms"), [(197e9, 819e4, 1.0), (197e8, 819e6, 1.0), (197e9, 2 * 819e6, 2.0)]
 )

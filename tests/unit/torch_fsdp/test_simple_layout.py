@@ -4,6 +4,7 @@ tensor parallelism, and where pieces of them are in the whole."""
 import pytest
 import torch
 
+from torch_fsdp.devices import Cpu
 from torch_fsdp.simple_fsdp import Layout
 from torch_fsdp.tensor_parallel import Part
 from training.checkpoints.state import Chunk
@@ -14,7 +15,8 @@ from training.checkpoints.state import Chunk
 )
 @pytest.mark.parametrize("shards", [1, 3, 4])
 def test_shards(shape, dim, shards):
-    layout = Layout(torch.Size(shape), dim, shards, "group", torch.float32, torch.float32, shards)
+    dtypes = torch.float32, torch.float32
+    layout = Layout(torch.Size(shape), dim, shards, "group", *dtypes, shards, Cpu())
     whole = torch.randn(shape)
     chunks = list(whole.chunk(shards, dim=dim))
     assert len({layout.shard(whole, index).shape for index in range(shards)}) == 1

@@ -292,7 +292,9 @@ def test_fp8_is_gathered_as_int8_on_the_cpu_alone(device, dtype):
     """On a TPU, a view of all bytes in another dtype would be a pass over them."""
     with fake_processes(PROCESSES):
         everyone = dist.distributed_c10d._get_default_group()
-        layout = Layout.of(torch.Size((12, 4)), everyone, torch.bfloat16, torch.float32, PROCESSES)
+        layout = Layout.of(
+            torch.Size((12, 4)), everyone, torch.bfloat16, torch.float32, PROCESSES, Cpu()
+        )
         shard = torch.empty(4, 4, dtype=torch.float8_e4m3fn, device=device)
         graph = make_fx(lambda x: layout.gather(x), tracing_mode="fake")(shard).graph
     (gather,) = (node for node in graph.nodes if "all_gather" in str(node.target))
@@ -300,3 +302,26 @@ def test_fp8_is_gathered_as_int8_on_the_cpu_alone(device, dtype):
     *_, whole, _ = graph.nodes
     assert whole.meta["val"].dtype == torch.float8_e4m3fn
     assert whole.meta["val"].shape == (12, 4)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_what_loops_take_and_give(reduce_dtype):
+    """Norms and biases of a block are one row; gradients are as they are reduced."""
+    with fake_processes(PROCESSES):
+        graph, shapes = traced("--precision", "bf16", "--reduce_dtype", reduce_dtype)
+    forward, backward = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.scan
+    )
+    block = [shape for name, shape in shapes.items() if name.startswith("blocks.0.")]
+    matrices = [shape for shape in block if len(shape) > 1]
+    together = sum(shape.numel() for shape in block if len(shape) == 1)
+    for loop in (forward, backward):
+        taken = [node.meta["val"].shape for node in loop.args[2]]
+        assert taken.count((BLOCKS, together)) == 1
+        assert len(taken) == 1 + 1 + len(matrices) + (loop is backward)  # of each its number
+    (output,) = getattr(graph, backward.args[0].target).graph.find_nodes(op="output")
+    _, *gradients = [node.meta["val"] for node in output.args[0]]
+    row, *of_matrices = gradients
+    assert (row.shape, row.dtype) == ((together,), torch.bfloat16)
+    reduced = {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
+    assert [each.dtype for each in of_matrices] == [reduced] * len(matrices)

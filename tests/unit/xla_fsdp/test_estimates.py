@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.resolved import on_xla
+from torch_fsdp.devices import Cpu
 from torch_fsdp.simple_fsdp import Layout
 from training.mesh import Mesh
 from training.step_sizes import step_sizes
@@ -60,7 +61,7 @@ def test_state_of_shards_of_rows():
     """The last shards are padded."""
     held, shape = parameters_held(WIDTH_1112, Mesh(fsdp=256), SIMPLE_FSDP)
     layouts = [
-        Layout(torch.Size(sides), 0, 256, "group", torch.float32, torch.float32, 256)
+        Layout(torch.Size(sides), 0, 256, "group", torch.float32, torch.float32, 256, Cpu())
         for sides in shape.block_shapes
     ]
     padded = sum(layout.chunk * layout.shape.numel() / layout.shape[0] for layout in layouts)
