@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from torch_fsdp.devices import Cpu
-from torch_fsdp.simple_fsdp import Layout
+from torch_fsdp.shards import Layout
 from torch_fsdp.tensor_parallel import Part
 from training.checkpoints.state import Chunk
 

@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.cli import TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_gpus
 from torch_fsdp.devices import Cpu
-from torch_fsdp.simple_fsdp import Layout, SimpleFsdpBackend
+from torch_fsdp.shards import Layout
+from torch_fsdp.simple_fsdp import SimpleFsdpBackend
 from torch_fsdp.step_graph import code_of
 from training.objectives.registry import open_objective
 from training.schedule import StepRates

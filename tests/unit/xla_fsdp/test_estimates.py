@@ -7,7 +7,7 @@ import torch
 
 from tests.support.resolved import on_xla
 from torch_fsdp.devices import Cpu
-from torch_fsdp.simple_fsdp import Layout
+from torch_fsdp.shards import Layout
 from training.mesh import Mesh
 from training.step_sizes import step_sizes
 from xla_fsdp.estimates import SIMPLE_FSDP, SPMD, estimate
