@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.cli import TINY_MODEL, TINY_RUN
 from tests.support.resolved import on_gpus
-from torch_fsdp.devices import Cpu
+from torch_fsdp.devices import Cpu, Tpu
 from torch_fsdp.shards import Layout
 from torch_fsdp.simple_fsdp import SimpleFsdpBackend
 from torch_fsdp.step_graph import code_of
@@ -326,3 +326,27 @@ def test_what_loops_take_and_give(reduce_dtype):
     assert (row.shape, row.dtype) == ((together,), torch.bfloat16)
     reduced = {"fp32": torch.float32, "bf16": torch.bfloat16}[reduce_dtype]
     assert [each.dtype for each in of_matrices] == [reduced] * len(matrices)
+
+
+@pytest.mark.parametrize(
+    ("chip", "shape", "scattered", "in_rows"),
+    [
+        ("TPU7x", (4, 16, 24), (64, 24), True),
+        ("TPU7x", (4, 20, 24), (4, 20, 24), False),  # no whole tiles of 8 rows
+        ("TPU7x", (4, 16), (64,), False),
+        ("TPU v6e", (4, 16, 24), (64, 24), False),
+    ],
+)
+def test_layout_of_what_is_scattered(chip, shape, scattered, in_rows):
+    class Slice(Tpu):
+        name = chip
+
+    parts = torch.arange(4 * 20 * 24.0)[: torch.Size(shape).numel()].view(shape)
+    graph = make_fx(lambda x: Slice().to_scatter(x), tracing_mode="fake")(parts)
+    constraints = graph.graph.find_nodes(op="call_function", target=torch.ops.vit.row_major.default)
+    assert len(constraints) == in_rows
+    for node in constraints:  # what it computes, without a TPU to lay it out
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    assert graph(parts).equal(parts.reshape(scattered))
