@@ -167,26 +167,24 @@ def _with_ranks(module: Any, body: torch.fx.GraphModule) -> Any:
     """
     from torch_tpu._internal.compile import tpu_torch_compile
 
-    names = {
+    used = set(body.graph.find_nodes(op="output"))
+    for node in reversed(body.graph.nodes):
+        used.update(node.all_input_nodes if node in used else ())
+    names = [
         node.args[-1]
         for node in body.graph.nodes
-        if getattr(node.target, "namespace", "") == "_c10d_functional"
+        if node in used  # the module has no others
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
         and isinstance(node.args[-1], str)
-    }
-    of_name = {name: _groups_of(name) for name in names}
-    if len(of_name) < 2:
+    ]
+    if len(set(names)) < 2:
         return module
     text = tpu_torch_compile.serialize_mlir_text(module, enable_debug_info=True)
-    known = {frozenset(map(frozenset, groups)) for groups in of_name.values()}
-    found = [_parse_groups(match[1], match[2]) for match in _GROUPS.finditer(text)]
-    for groups in of_name.values():
-        ranks = list(itertools.chain(*groups))
-        if all(
-            frozenset(frozenset(ranks[i] for i in group) for group in each) in known
-            for each in found
-        ):
-            break
-    else:
+    written = [_parse_groups(match[1], match[2]) for match in _GROUPS.finditer(text)]
+    meant = [_groups_of(name) for name in names]
+    ranks = list(itertools.chain(*meant[0]))
+    found = [[[ranks[i] for i in group] for group in groups] for groups in written]
+    if [sorted(groups) for groups in found] != [sorted(groups) for groups in meant]:
         raise RuntimeError("torch_tpu has numbered the devices of a loop in an unknown order")
 
     def rewrite(match: re.Match[str]) -> str:
