@@ -461,7 +461,9 @@ class ProgramLog:
     _donations: dict[int, list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        first, last = self.last_step
+        # As a step ends, a thread may be writing that it has freed a buffer: up to whole lines.
+        first, last = (self.text.rfind("\n", 0, end) + 1 for end in self.last_step)
+        self.last_step = first, last
         lines = self.text[first:last].splitlines()
         self.runs = Counter(int(line.split()[1]) for line in lines if line.startswith("executed"))
 

@@ -36,13 +36,15 @@ UPDATE = (
 MAKE = "HloModule make, is_scheduled=true, entry_computation_layout={()->f32[100]{0}}\n"
 
 
-@pytest.fixture
-def step(tmp_path):
+@pytest.fixture(params=[0, 3])
+def step(request, tmp_path):
+    """Its end may be in the middle of a line that a thread writes."""
     for number, head in enumerate((MAKE, UPDATE)):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "module_7.name.cl_1.after_codegen.txt").write_text(head)
-    end = len(BEFORE) + len(STEP)
-    return ProgramLog(BEFORE + STEP + AFTER, (len(BEFORE), end), tmp_path)
+    start, end = len(BEFORE), len(BEFORE + STEP)
+    more = request.param
+    return ProgramLog(BEFORE + STEP + AFTER, (start + more, end + more), tmp_path)
 
 
 def test_programs_of_the_step_are_counted(step):
